@@ -1,0 +1,1 @@
+"""Fast array operations; know nothing of models or requests. May import jax and numpy."""

@@ -1,0 +1,1 @@
+"""Pure decisions of the engine: no jax, clock, thread, socket or file."""

@@ -1,0 +1,97 @@
+"""What a client asked for, and what it gets back, as plain values.
+
+`Request` is the only thing that enters an engine and `TokenDelta` the only thing that leaves it.
+Both are frozen, hold no text and know nothing of HTTP, so the same objects travel in one process,
+between processes and through the simulator.
+"""
+
+import enum
+from dataclasses import dataclass
+
+SEED_MAX = 2**63 - 1
+"""Seeds are non-negative 63-bit integers, the range that the public protocols allow."""
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended. The value is the spelling that offline output rows use."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestError(ValueError):
+    """A request that can never be served. `param` names the field at fault where it is known."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    `temperature` 0 is greedy; `top_k` 0 keeps every token; `top_p` 1 keeps all mass.
+    `max_tokens` counts generated tokens. `seed` None lets the engine pick one per request;
+    the draw for a token depends only on the seed and the token's absolute position.
+    `stop_token_ids` end a sequence like the end-of-sequence token does, and `ignore_eos` makes
+    the end-of-sequence token an ordinary one.
+
+    Raises:
+        RequestError: a value lies outside its range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens}; expected at least 1", "max_tokens"
+            )
+        if not 0.0 <= self.temperature <= 2.0:
+            raise RequestError(
+                f"temperature is {self.temperature}; expected 0 to 2 (0 is greedy)", "temperature"
+            )
+        if self.top_k < 0:
+            raise RequestError(
+                f"top_k is {self.top_k}; expected 0 (keep all) or a positive count", "top_k"
+            )
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(
+                f"top_p is {self.top_p}; expected more than 0 and at most 1", "top_p"
+            )
+        if self.seed is not None and not 0 <= self.seed <= SEED_MAX:
+            raise RequestError(f"seed is {self.seed}; expected 0 to {SEED_MAX}", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, tokenised, with its sampling settings. `arrival_ns` is a clock reading."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """The tokens that one step added to one request, in order; the last delta has a reason.
+
+    `token_ids` may be empty in the last delta (an abort). `num_cached_tokens` is the part of the
+    prompt whose KV was reused rather than computed.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0

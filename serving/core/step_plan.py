@@ -1,0 +1,66 @@
+"""The contract between host and device: what one step computes, and what came of it.
+
+A plan is integer columns, one entry per row (sequence) of the step, so that it can be built,
+packed, sent to another process and compared without touching a device. Columns are numpy arrays
+that nobody writes to after construction.
+
+*Why columns and not an object per row*: planning and packing a step of hundreds of rows has to
+cost less than a millisecond of host time; walking that many Python objects does not.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core.buckets import Bucket, StepKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step, `R` rows and `T` tokens in all, before padding to `bucket`.
+
+    Attributes:
+        step_index: number of the step, strictly increasing within one engine.
+        kind: prefill or decode.
+        bucket: the compiled shape that will run.
+        sequence_ids: [R] int64, the engine's own numbers of the sequences.
+        slots: [R] int32, state slot of each row; never 0, which belongs to padding.
+        starts: [R] int32, absolute position of each row's first token of this step.
+        num_tokens: [R] int32, tokens of each row in this step, at least 1.
+        token_ids: [T] int32, the rows' tokens one row after another.
+        block_tables: [R, bucket.num_blocks] int32, blocks of each row's context in order,
+            padded with 0, which belongs to padding.
+        temperatures: [R] float32.   top_ks: [R] int32.   top_ps: [R] float32.
+        seeds: [R] int64.
+    """
+
+    step_index: int
+    kind: StepKind
+    bucket: Bucket
+    sequence_ids: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray
+    num_tokens: np.ndarray
+    token_ids: np.ndarray
+    block_tables: np.ndarray
+    temperatures: np.ndarray
+    top_ks: np.ndarray
+    top_ps: np.ndarray
+    seeds: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use, at most `bucket.num_rows`."""
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What the device sampled.
+
+    `token_ids` is [R] int32 after a prefill step (the token after each row's last one) and
+    [T] int32 after a decode step (the token after each input token, rows one after another).
+    """
+
+    step_index: int
+    token_ids: np.ndarray

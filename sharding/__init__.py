@@ -1,0 +1,1 @@
+"""Which array dimension lives on which mesh axis. May import jax and numpy."""
