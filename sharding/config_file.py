@@ -19,16 +19,22 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeGuard, cast
 
-T = TypeVar("T")
+
+_SCALARS: dict[object, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+}
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. The message is one line, made for a person."""
 
 
-def load(path: str | Path, cls: type[T]) -> T:
+def load[T](path: str | Path, cls: type[T]) -> T:
     """Reads the TOML file `path` into the dataclass `cls`.
 
     Raises:
@@ -43,7 +49,7 @@ def load(path: str | Path, cls: type[T]) -> T:
     return parse(text, cls, source=str(path))
 
 
-def parse(text: str, cls: type[T], *, source: str) -> T:
+def parse[T](text: str, cls: type[T], *, source: str) -> T:
     """Reads TOML text into the dataclass `cls`; `source` names the text in errors.
 
     Raises:
@@ -56,7 +62,7 @@ def parse(text: str, cls: type[T], *, source: str) -> T:
     return from_mapping(values, cls, source=source)
 
 
-def from_mapping(values: Mapping[str, Any], cls: type[T], *, source: str) -> T:
+def from_mapping[T](values: Mapping[str, Any], cls: type[T], *, source: str) -> T:
     """Checks plain values, as TOML gives them, against the dataclass `cls` and builds it.
 
     Raises:
@@ -65,7 +71,7 @@ def from_mapping(values: Mapping[str, Any], cls: type[T], *, source: str) -> T:
     return cast(T, _build(values, cls, _Place(source, "")))
 
 
-def override(config: T, changes: Mapping[str, Any], *, source: str = "override") -> T:
+def override[T](config: T, changes: Mapping[str, Any], *, source: str = "override") -> T:
     """A copy of the dataclass `config` with the values of dotted keys replaced.
 
     Keys are like `server.port`; values are as TOML gives them and are checked like a file.
@@ -86,7 +92,7 @@ def override(config: T, changes: Mapping[str, Any], *, source: str = "override")
     return from_mapping(values, type(config), source=source)
 
 
-def override_from_text(config: T, assignments: Iterable[str], *, source: str = "--set") -> T:
+def override_from_text[T](config: T, assignments: Iterable[str], *, source: str = "--set") -> T:
     """A copy of `config` changed by texts such as `server.port=8001`, as a command line has them.
 
     The right side is a TOML value. Where the key wants text, quotes may be left out, so
@@ -127,39 +133,43 @@ class _Place:
     def below(self, name: str) -> "_Place":
         return _Place(self.source, f"{self.key}.{name}" if self.key else name)
 
-    def fail(self, message: str) -> NoReturn:
+    def error(self, message: str) -> ConfigError:
         where = f"{self.source}: {self.key}" if self.key else self.source
-        raise ConfigError(f"{where}: {message}")
+        return ConfigError(f"{where}: {message}")
 
 
 def _build(values: object, cls: type, place: _Place) -> object:
     if not isinstance(values, Mapping):
-        place.fail(f"received {_shown(values)}; expected a table with keys {_keys_text(cls)}")
+        raise place.error(
+            f"received {_shown(values)}; expected a table with keys {_keys_text(cls)}"
+        )
     given = cast(Mapping[str, Any], values)
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for name in given:
         if name not in fields:
-            _refuse_key(name, fields, place)
+            raise _unknown_key(name, fields, place)
     arguments: dict[str, Any] = {}
     for name, field in fields.items():
         if name in given:
             arguments[name] = _convert(given[name], hints[name], place.below(name))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            place.below(name).fail(f"missing; expected {_hint_text(hints[name])}")
+            raise place.below(name).error(f"missing; expected {_hint_text(hints[name])}")
     try:
         return cls(**arguments)
     except ConfigError:
         raise
     except ValueError as error:
-        place.fail(str(error))
+        raise place.error(str(error)) from None
 
 
-def _refuse_key(name: str, allowed: Iterable[str], place: _Place) -> NoReturn:
+def _unknown_key(name: str, allowed: Iterable[str], place: _Place) -> ConfigError:
     names = sorted(allowed)
     near = difflib.get_close_matches(name, names, n=1)
     meant = f" (did you mean {near[0]}?)" if near else ""
-    place.below(name).fail(f"unknown key{meant}; allowed here: {', '.join(names) or 'none'}")
+    return place.below(name).error(
+        f"unknown key{meant}; allowed here: {', '.join(names) or 'none'}"
+    )
 
 
 def _convert(value: object, hint: object, place: _Place) -> object:
@@ -170,33 +180,33 @@ def _convert(value: object, hint: object, place: _Place) -> object:
         return _convert_tuple(value, hint, arguments, place)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            place.fail(f"received {_shown(value)}; expected {_hint_text(hint)}")
+            raise place.error(f"received {_shown(value)}; expected {_hint_text(hint)}")
         table = cast(Mapping[str, Any], value)
         return {key: _convert(item, arguments[1], place.below(key)) for key, item in table.items()}
     if dataclasses.is_dataclass(hint):
         return _build(value, cast(type, hint), place)
-    if origin is typing.Literal or (isinstance(hint, type) and issubclass(hint, enum.Enum)):
+    if origin is typing.Literal or _is_enum(hint):
         return _convert_choice(value, hint, place)
-    if hint not in (bool, int, float, str):
+    if hint not in _SCALARS:
         raise TypeError(f"{place.key}: fields of type {hint} cannot be read from a file")
     if hint is float and type(value) is int:
         return float(value)
     # `type is` rather than isinstance: True would pass for the integer 1.
     if type(value) is not hint:
-        place.fail(f"received {_shown(value)}; expected {_hint_text(hint)}")
+        raise place.error(f"received {_shown(value)}; expected {_hint_text(hint)}")
     return value
 
 
 def _convert_choice(value: object, hint: object, place: _Place) -> object:
     members: dict[Any, object]
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+    if _is_enum(hint):
         members = {member.value: member for member in hint}
     else:
         members = {item: item for item in typing.get_args(hint)}
     for key, member in members.items():
         if type(key) is type(value) and key == value:
             return member
-    place.fail(f"received {_shown(value)}; expected {_hint_text(hint)}")
+    raise place.error(f"received {_shown(value)}; expected {_hint_text(hint)}")
 
 
 def _convert_union(value: object, hint: object, options: tuple[Any, ...], place: _Place) -> object:
@@ -208,17 +218,17 @@ def _convert_union(value: object, hint: object, options: tuple[Any, ...], place:
             return _convert(value, option, place)
         except ConfigError:
             continue
-    place.fail(f"received {_shown(value)}; expected {_hint_text(hint)}")
+    raise place.error(f"received {_shown(value)}; expected {_hint_text(hint)}")
 
 
 def _convert_tuple(value: object, hint: object, items: tuple[Any, ...], place: _Place) -> object:
     if not isinstance(value, list | tuple):
-        place.fail(f"received {_shown(value)}; expected {_hint_text(hint)}")
+        raise place.error(f"received {_shown(value)}; expected {_hint_text(hint)}")
     given = cast(list[object], value)
     if len(items) == 2 and items[1] is Ellipsis:
         items = (items[0],) * len(given)
     if len(given) != len(items):
-        place.fail(f"received {len(given)} items; expected {len(items)}: {_hint_text(hint)}")
+        raise place.error(f"received {len(given)} items; expected {len(items)}: {_hint_text(hint)}")
     return tuple(
         _convert(item, kind, place.below(str(index)))
         for index, (item, kind) in enumerate(zip(given, items, strict=True))
@@ -240,10 +250,10 @@ def _hint_of_key(cls: type, dotted: str, source: str) -> object:
             hints = typing.get_type_hints(hint)
             allowed = {field.name for field in dataclasses.fields(cast(Any, hint)) if field.init}
             if name not in allowed:
-                _refuse_key(name, allowed, place)
+                raise _unknown_key(name, allowed, place)
             hint = hints[name]
         else:
-            place.fail("is a value, not a table of keys")
+            raise place.error("is a value, not a table of keys")
         place = place.below(name)
     return hint
 
@@ -265,16 +275,20 @@ def _flat_types(hint: object) -> set[object]:
         return set[object]().union(*found)
     if typing.get_origin(hint) is typing.Literal:
         return {type(item) for item in arguments}
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+    if _is_enum(hint):
         return {type(member.value) for member in hint}
     return {hint}
 
 
+def _is_enum(hint: object) -> TypeGuard[type[enum.Enum]]:
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)
+
+
 def _plain(value: object) -> object:
-    if dataclasses.is_dataclass(value):
-        return to_mapping(value)
     if isinstance(value, enum.Enum):
         return value.value
+    if dataclasses.is_dataclass(cast(Any, value)):
+        return to_mapping(value)
     if isinstance(value, tuple):
         return [_plain(item) for item in cast(tuple[object, ...], value)]
     if isinstance(value, Mapping):
@@ -283,16 +297,13 @@ def _plain(value: object) -> object:
     return value
 
 
-_TOML_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-
-
 def _hint_text(hint: object) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_hint_text(item) for item in arguments if item is not types.NoneType)
     if origin is typing.Literal:
         return "one of " + ", ".join(_shown(item) for item in arguments)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+    if _is_enum(hint):
         return "one of " + ", ".join(_shown(member.value) for member in hint)
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"an array, each item {_hint_text(arguments[0])}"
@@ -302,7 +313,7 @@ def _hint_text(hint: object) -> str:
         return f"a table, each value {_hint_text(arguments[1])}"
     if dataclasses.is_dataclass(hint):
         return f"a table with keys {_keys_text(cast(type, hint))}"
-    return _TOML_NAMES[cast(type, hint)]
+    return _SCALARS[hint]
 
 
 def _keys_text(cls: type) -> str:
