@@ -119,7 +119,7 @@ def _layer(config: ModelConfig, index: int) -> LayerTopology:
         ratio=ratio,
         kv_source=kv_source,
         index_source=index_source,
-        makes_candidates=index == config.candidate_source_layer_id,
+        makes_candidates=kind is LayerKind.FULL and index == config.candidate_source_layer_id,
         uses_candidates=kind is LayerKind.REINDEX,
         is_encoder=index < max(config.kv_source_layer_ids, default=config.num_hidden_layers),
         engram_index=engrams.index(index) if index in engrams else None,
