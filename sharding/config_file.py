@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
-
 _SCALARS: dict[object, str] = {
     bool: "true or false",
     int: "an integer",

@@ -1,0 +1,88 @@
+"""Goal: a plan is either sound or refused with both sides of the contradiction in the message.
+Method: plans built by hand and from files; each wrong one differs from a right one in one place.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from sharding.config_file import ConfigError
+from sharding.plan import LOGICAL_AXES, MeshPlan, ShardingError, load_plan
+
+PLAN = MeshPlan(
+    mesh={"data": 2, "expert": 4},
+    rules={"batch": ("data", "expert"), "experts": ("expert",), "vocab": ("expert",)},
+)
+
+
+def test_axes_of_follows_the_rules() -> None:
+    assert PLAN.num_devices == 8
+    assert PLAN.axes_of(("batch", "embed")) == (("data", "expert"), ())
+    assert PLAN.axes_of(("experts", None, "ffn")) == (("expert",), (), ())
+    assert PLAN.axes_of(()) == ()
+
+
+def test_one_mesh_axis_cannot_cut_two_dimensions_of_an_array() -> None:
+    with pytest.raises(ShardingError, match="experts and vocab would both .* axis expert"):
+        PLAN.axes_of(("experts", "vocab"))
+
+
+def test_an_unknown_logical_name_is_refused_rather_than_replicated() -> None:
+    with pytest.raises(ShardingError, match="logical name expert is unknown; expected .*experts"):
+        PLAN.axes_of(("expert", "ffn"))
+    with pytest.raises(ValueError, match="logical name rows is unknown"):
+        MeshPlan(mesh={"data": 2}, rules={"rows": ("data",)})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "message"),
+    [
+        ({}, {}, "mesh has no axis; expected at least one of data, expert, context, tensor"),
+        ({"model": 2}, {}, "mesh axis model is unknown"),
+        ({"data": 0}, {}, "mesh axis data has size 0; expected at least 1"),
+        ({"data": 2}, {"batch": ("expert",)}, "rule batch uses axis expert; .*: data"),
+        ({"data": 2}, {"batch": ("data", "data")}, "rule batch names an axis twice: data, data"),
+    ],
+)
+def test_contradictory_plans_are_refused(
+    mesh: dict[str, int], rules: dict[str, tuple[str, ...]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        MeshPlan(mesh, rules)
+
+
+def test_shapes_must_have_a_name_per_dimension_and_divide() -> None:
+    PLAN.check_shape(("batch", "embed"), (16, 3))
+    with pytest.raises(ShardingError, match="has 1 names; expected 2"):
+        PLAN.check_shape(("batch",), (16, 3))
+    with pytest.raises(ShardingError, match="dimension batch of size 12 does not divide into 8"):
+        PLAN.check_shape(("batch", "embed"), (12, 3))
+
+
+def test_every_shipped_plan_loads_by_name() -> None:
+    import sharding
+
+    folder = Path(sharding.__path__[0]) / "configs"
+    names = [path.stem for path in folder.glob("*.toml")]
+    assert "single" in names
+    for name in names:
+        assert load_plan(name).num_devices >= 1
+    assert load_plan("single") == MeshPlan(mesh={"data": 1})
+
+
+def test_plans_are_read_from_files_and_wrong_files_named(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text('[mesh]\ndata = 2\n[rules]\nbatch = ["data"]\n', encoding="utf-8")
+    assert load_plan(path) == MeshPlan({"data": 2}, {"batch": ("data",)})
+    path.write_text("[mesh]\nmodel = 2\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"two\.toml: mesh axis model is unknown"):
+        load_plan(str(path))
+    path.write_text("[mesh]\ndata = 2\n[rule]\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"rule: unknown key \(did you mean rules\?\)"):
+        load_plan(path)
+    with pytest.raises(ConfigError, match="sharding sngle: expected the path .* single"):
+        load_plan("sngle")
+
+
+def test_every_logical_name_says_what_it_means() -> None:
+    assert all(meaning for meaning in LOGICAL_AXES.values())
