@@ -27,24 +27,43 @@ MESH_AXES = ("data", "expert", "context", "tensor")
 """The mesh axes that exist: rows of a step, routed experts, positions of a prompt, channels."""
 
 LOGICAL_AXES: Mapping[str, str] = {
+    # Steps and caches.
     "batch": "rows of a step",
     "tokens": "tokens of a step",
     "blocks": "blocks of the KV pool",
     "slots": "state slots, one per running sequence",
+    # Text model.
     "vocab": "vocabulary",
-    "embed": "channels of the residual streams",
+    "embed": "channels of a residual stream",
     "streams": "residual streams",
-    "heads": "attention heads, with their channels",
+    "stream_embed": "channels of all residual streams together",
+    "mixes": "mixing weights of the residual streams",
+    "mix_kinds": "kinds of mixing weights",
+    "heads": "attention heads, or their channels",
+    "group_heads": "head channels of one output group",
     "q_lora": "channels of the low-rank query",
     "kv": "channels of a key-value latent",
-    "o_groups": "groups of the output projection",
-    "o_lora": "channels of the low-rank output",
-    "index": "heads of the indexer, with their channels",
+    "o_lora": "low-rank channels of all output groups",
+    "index_heads": "indexer heads, or their channels",
+    "index_dim": "channels of an indexer head",
+    "router": "experts, where every device chooses among all of them",
     "experts": "routed experts",
-    "ffn": "inner channels of an expert",
+    "ffn": "inner channels of a routed expert",
+    "shared_ffn": "inner channels of the shared expert",
     "engram_rows": "rows of an Engram table",
-    "engram": "channels of an Engram row",
-    "vision": "channels of the vision encoder",
+    "engram_dim": "channels of an Engram row",
+    "engram_in": "channels of the rows read for one token",
+    "engram_out": "channels of the Engram keys and value",
+    # Draft module.
+    "features": "channels of the target layers that a draft starts from",
+    "markov": "rank of the Markov head",
+    "confidence": "outputs of the confidence head",
+    "confidence_in": "inputs of the confidence head",
+    # Image encoder.
+    "vision_embed": "channels of the image encoder",
+    "vision_ffn": "inner channels of the image encoder",
+    "vision_in": "input channels of a linear map",
+    "vision_out": "output channels of a linear map",
 }
 """Every name an array dimension may carry, and what it means. A name not here is refused, since
 a misspelt one would silently be replicated."""

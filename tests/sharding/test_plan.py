@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import sharding
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.parameter_table import parameter_table
 from sharding.config_file import ConfigError
-from sharding.plan import LOGICAL_AXES, MeshPlan, ShardingError, load_plan
+from sharding.plan import MeshPlan, ShardingError, load_plan
 
 PLAN = MeshPlan(
     mesh={"data": 2, "expert": 4},
@@ -60,8 +63,6 @@ def test_shapes_must_have_a_name_per_dimension_and_divide() -> None:
 
 
 def test_every_shipped_plan_loads_by_name() -> None:
-    import sharding
-
     folder = Path(sharding.__path__[0]) / "configs"
     names = [path.stem for path in folder.glob("*.toml")]
     assert "single" in names
@@ -84,5 +85,8 @@ def test_plans_are_read_from_files_and_wrong_files_named(tmp_path: Path) -> None
         load_plan("sngle")
 
 
-def test_every_logical_name_says_what_it_means() -> None:
-    assert all(meaning for meaning in LOGICAL_AXES.values())
+def test_every_dimension_of_the_parameter_table_has_a_known_name() -> None:
+    table = parameter_table(ModelConfig.tiny())
+    assert len(table) > 100
+    for spec in table:
+        assert len(PLAN.axes_of(spec.axes)) == len(spec.axes), spec.name
