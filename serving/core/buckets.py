@@ -5,7 +5,7 @@ request; a plan outside the table is an error, never a compilation.
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -51,10 +51,14 @@ class BucketTable:
                     "many tokens as rows"
                 )
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[StepKind, Bucket]]:
         for kind in StepKind:
             for bucket in self._buckets[kind]:
                 yield kind, bucket
+
+    def of(self, kind: StepKind) -> tuple[Bucket, ...]:
+        """The buckets of a kind, smallest first: fewest tokens, then blocks, then rows."""
+        return self._buckets[kind]
 
     def smallest(
         self, kind: StepKind, num_rows: int, num_tokens: int, num_blocks: int

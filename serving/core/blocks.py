@@ -1,0 +1,111 @@
+"""The two kinds of KV memory and who holds them: blocks that grow, slots of fixed size.
+
+A pool hands out numbers, never memory: the arrays they point into live on the device. Number 0 of
+either kind is never handed out, because padding rows of a step write there.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+BLOCK_SIZE = 128
+"""Tokens in a block, on the device, on the wire and on disk."""
+
+
+class BlockPool:
+    """Blocks 1 to `num_blocks - 1`, each with the number of its holders.
+
+    Free blocks are reused in the order in which they became free, so what was used last stays
+    intact longest. Holders are counts in one array rather than an object per block: a pool has
+    tens of thousands of them and a step touches hundreds.
+
+    Raises:
+        ValueError: fewer than two blocks, so that none is left beside the padding block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"num_blocks is {num_blocks}; expected at least 2 (block 0 is padding)"
+            )
+        self.num_blocks = num_blocks
+        self._num_holders = np.zeros(num_blocks, np.int32)
+        self._free: deque[int] = deque(range(1, num_blocks))
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that sequences can hold: all but the padding block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a holder."""
+        return len(self._free)
+
+    @property
+    def num_holders(self) -> np.ndarray:
+        """[num_blocks] int32 copy: holders of each block."""
+        return self._num_holders.copy()
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks, each with one holder. The caller has checked `num_free`."""
+        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
+        taken = [self._free.popleft() for _ in range(count)]
+        self._num_holders[taken] = 1
+        return taken
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give up one hold on each block; those without a holder left become free.
+
+        The last block becomes free first and is therefore reused first: the beginning of a
+        context is worth more than its end, because more other contexts may begin with it.
+        """
+        for block in reversed(list(blocks)):
+            assert self._num_holders[block] > 0, f"block {block} is released but has no holder"
+            self._num_holders[block] -= 1
+            if self._num_holders[block] == 0:
+                self._free.append(block)
+
+
+class StateSlotPool:
+    """Slots 1 to `num_slots - 1`: window rings and compressor state of one sequence each.
+
+    A slot needs no clearing between owners: the model masks what lies before position 0.
+
+    Raises:
+        ValueError: fewer than two slots, so that none is left beside the padding slot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 2:
+            raise ValueError(f"num_slots is {num_slots}; expected at least 2 (slot 0 is padding)")
+        self.num_slots = num_slots
+        self._is_free = np.ones(num_slots, bool)
+        self._is_free[0] = False
+        # Lowest numbers first, so that lightly loaded engines touch few rows.
+        self._free = list(range(num_slots - 1, 0, -1))
+
+    @property
+    def num_usable(self) -> int:
+        """Slots that sequences can own: all but the padding slot."""
+        return self.num_slots - 1
+
+    @property
+    def num_free(self) -> int:
+        """Slots without an owner."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take a free slot. The caller has checked `num_free`."""
+        assert self._free, f"a slot is wanted but all {self.num_usable} are owned"
+        slot = self._free.pop()
+        self._is_free[slot] = False
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        assert 0 < slot < self.num_slots, f"slot {slot} does not belong to the pool"
+        assert not self._is_free[slot], f"slot {slot} is released but has no owner"
+        self._is_free[slot] = True
+        self._free.append(slot)

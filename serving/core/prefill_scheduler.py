@@ -1,0 +1,190 @@
+"""Which prompts start, and which of their tokens the next prefill step computes.
+
+Starting: prompts start in the order of admission as slots and blocks allow. One that does not fit
+yet may be overtaken by younger ones, but only `OVERTAKES_MAX` times; one that was preempted is not
+overtaken at all, since the pool was too full already.
+
+Chunks: several prompts share the tokens of one step. One half goes to the prompts in order of
+admission, the rest to those with the fewest tokens left. So a short prompt does not wait for a
+long one, and a stream of short ones does not stop a long one.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core.buckets import BucketTable, StepKind
+from serving.core.running_table import RunningTable
+from serving.core.sequence import Sequence
+
+OVERTAKES_MAX = 16
+"""How often a waiting sequence may see a younger one start; then room is kept for it."""
+
+_SCAN_MAX = 64
+"""Waiting sequences looked at per step, so that a long queue does not slow planning."""
+
+
+class WaitingQueue:
+    """Sequences that hold no memory, in the order in which they are to start."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting.values())
+
+    def append(self, sequence: Sequence) -> None:
+        """Queue a new sequence behind the others."""
+        self._waiting[sequence.sequence_id] = sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Queue a preempted sequence before the others."""
+        self._waiting[sequence.sequence_id] = sequence
+        self._waiting.move_to_end(sequence.sequence_id, last=False)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it stands."""
+        del self._waiting[sequence.sequence_id]
+
+
+def start_waiting(waiting: WaitingQueue, table: RunningTable) -> None:
+    """Give rows to the waiting sequences that fit beside those already running.
+
+    A sequence fits if, after the prompts being computed got all their blocks, and after each
+    decoding sequence that may still grow got one more, enough are left for all its tokens.
+    """
+    num_free_blocks = None
+    overtaken: list[Sequence] = []
+    started: list[Sequence] = []
+    for position, sequence in enumerate(waiting):
+        if not table.slots.num_free or position == _SCAN_MAX:
+            break
+        if num_free_blocks is None:
+            num_free_blocks = table.blocks.num_free - _num_promised_blocks(table)
+        num_stored = min(sequence.num_tokens + 1, sequence.length_limit - 1)
+        num_needed = -(-num_stored // table.block_size)
+        if num_needed <= num_free_blocks:
+            num_free_blocks -= num_needed
+            table.enter(sequence)
+            started.append(sequence)
+            for earlier in overtaken:
+                earlier.num_overtakes += 1
+        elif sequence.num_preemptions or sequence.num_overtakes >= OVERTAKES_MAX:
+            break
+        else:
+            overtaken.append(sequence)
+    for sequence in started:
+        waiting.remove(sequence)
+
+
+def _num_promised_blocks(table: RunningTable) -> int:
+    """Free blocks that running sequences will soon need."""
+    rows = table.prefilling_rows
+    num_stored = np.minimum(table.num_tokens[rows] + 1, table.length_limits[rows] - 1)
+    num_promised = int((table.blocks_for(num_stored) - table.num_blocks[rows]).sum())
+    rows = table.decoding_rows
+    # The last token of a sequence is never fed back, so its KV needs no room.
+    num_final = table.blocks_for(table.length_limits[rows] - 1)
+    return num_promised + int((num_final > table.num_blocks[rows]).sum())
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Tokens `start` to `start + num_tokens - 1` of the sequence at `row`."""
+
+    row: int
+    start: int
+    num_remaining: int
+    num_tokens: int = 0
+
+
+class _ChunkBatch:
+    """Chunks collected for one step, always such that some bucket holds them."""
+
+    def __init__(self, buckets: BucketTable, block_size: int) -> None:
+        self._buckets = buckets.of(StepKind.PREFILL)
+        self._block_size = block_size
+        self.chunks: list[_Chunk] = []
+        self.num_tokens = 0
+        self._num_blocks = 1
+
+    def extend(self, chunk: _Chunk, num_tokens_max: int) -> None:
+        """Add up to `num_tokens_max` more of the chunk's remaining tokens, as buckets allow."""
+        num_rows = len(self.chunks) + (chunk.num_tokens == 0)
+        stop = chunk.start + chunk.num_tokens
+        num_wanted = min(num_tokens_max, chunk.num_remaining - chunk.num_tokens)
+        num_added = 0
+        for bucket in self._buckets:
+            if bucket.num_rows >= num_rows and bucket.num_blocks >= self._num_blocks:
+                room = bucket.num_tokens - self.num_tokens
+                reach = bucket.num_blocks * self._block_size - stop
+                num_added = max(num_added, min(num_wanted, room, reach))
+        if num_added == 0:
+            return
+        if chunk.num_tokens == 0:
+            self.chunks.append(chunk)
+        chunk.num_tokens += num_added
+        self.num_tokens += num_added
+        self._num_blocks = max(self._num_blocks, -(-(stop + num_added) // self._block_size))
+
+
+def choose_chunks(
+    table: RunningTable, buckets: BucketTable, shortest_first: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of the next prefill step and their token counts, with blocks claimed for them.
+
+    Args:
+        table: may lose sequences by preemption.
+        shortest_first: for buckets with a single row, where prompts cannot share a step: whether
+            this step goes to the shortest rest rather than to the oldest prompt. Alternate it.
+
+    Returns:
+        ([N] rows, [N] int32 tokens of each), oldest sequence first; empty if nothing can run.
+    """
+    rows = table.prefilling_rows
+    rows = rows[table.num_scheduled[rows] < table.num_tokens[rows]]
+    rows = rows[np.argsort(table.sequence_ids[rows])]
+    starts = table.num_scheduled[rows]
+    num_remaining = table.num_tokens[rows] - starts
+    by_age = [
+        _Chunk(*values)
+        for values in zip(rows.tolist(), starts.tolist(), num_remaining.tolist(), strict=True)
+    ]
+    batch = _ChunkBatch(buckets, table.block_size)
+    largest = buckets.largest(StepKind.PREFILL)
+    if largest.num_rows > 1 or not shortest_first:
+        _fill_by_age(batch, by_age, largest.num_rows, largest.num_tokens)
+    for chunk in sorted(by_age, key=lambda chunk: chunk.num_remaining):
+        batch.extend(chunk, largest.num_tokens)
+    return _claim_blocks(table, batch.chunks)
+
+
+def _fill_by_age(batch: _ChunkBatch, by_age: list[_Chunk], num_rows: int, num_tokens: int) -> None:
+    """Give the first half of the tokens in order of age, leaving a row for the other half."""
+    budget = -(-num_tokens // 2)
+    for chunk in by_age[: max(num_rows - 1, 1)]:
+        if batch.num_tokens >= budget:
+            return
+        batch.extend(chunk, budget - batch.num_tokens)
+
+
+def _claim_blocks(table: RunningTable, chunks: list[_Chunk]) -> tuple[np.ndarray, np.ndarray]:
+    """Claim blocks for the chunks, oldest first; shorten or drop those that get too few."""
+    rows: list[int] = []
+    num_tokens: list[int] = []
+    for chunk in sorted(chunks, key=lambda chunk: table.sequence_ids[chunk.row]):
+        # An older chunk may have preempted this one.
+        if table.sequences[chunk.row] is None or not table.claim(chunk.row, chunk.start + 1):
+            continue
+        num_blocks = int(table.num_blocks[chunk.row]) + table.blocks.num_free
+        count = min(chunk.num_tokens, num_blocks * table.block_size - chunk.start)
+        claimed = table.claim(chunk.row, chunk.start + count)
+        assert claimed, f"row {chunk.row} was refused {count} tokens that fit"
+        rows.append(chunk.row)
+        num_tokens.append(count)
+    return np.array(rows, np.int64), np.array(num_tokens, np.int32)

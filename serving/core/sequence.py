@@ -1,0 +1,87 @@
+"""One request's progress through an engine, and the states it may pass through.
+
+A `Sequence` holds what changes rarely or has no fixed size: the tokens, the status, the history.
+What every step reads and writes for every running sequence stands in the columns of
+`running_table.py` instead, under the sequence's row.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serving.core.request import FinishReason, Request, TokenDelta
+
+
+class SequenceStatus(enum.Enum):
+    """Waiting sequences hold neither blocks nor a slot; prefilling and decoding ones do."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+_NEXT_STATUSES: dict[SequenceStatus, set[SequenceStatus]] = {
+    SequenceStatus.WAITING: {SequenceStatus.PREFILLING, SequenceStatus.FINISHED},
+    SequenceStatus.PREFILLING: {
+        SequenceStatus.DECODING,
+        SequenceStatus.WAITING,
+        SequenceStatus.FINISHED,
+    },
+    SequenceStatus.DECODING: {SequenceStatus.WAITING, SequenceStatus.FINISHED},
+    SequenceStatus.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's progress; owned by one engine.
+
+    Attributes:
+        sequence_id: position in the order of admission; an older sequence has a smaller one.
+        prompt: [L] int32.
+        seed: the request's seed, or the one drawn for it.
+        stop_token_ids: every token that ends the sequence, end-of-sequence included if it counts.
+        length_limit: tokens, prompt included, at which the sequence ends whatever it says.
+        row: its row of the running table, which is its state slot; 0 while it has none.
+        num_overtakes: how many younger sequences started while this one waited for room.
+        num_preemptions: how often it lost its blocks and began anew.
+    """
+
+    sequence_id: int
+    request: Request
+    prompt: np.ndarray
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    length_limit: int
+    status: SequenceStatus = SequenceStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list[int])
+    row: int = 0
+    num_overtakes: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.prompt) + len(self.output_token_ids)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """The tokens at positions `start` to `stop - 1`, int32; all of them must be known."""
+        assert 0 <= start <= stop <= self.num_tokens, f"{start}:{stop} of {self.num_tokens} tokens"
+        prompt_length = len(self.prompt)
+        if stop <= prompt_length:
+            return self.prompt[start:stop]
+        output = self.output_token_ids[max(start - prompt_length, 0) : stop - prompt_length]
+        return np.concatenate([self.prompt[start:], np.array(output, np.int32)])
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Change the status; an illegal change is a defect of the engine."""
+        assert status in _NEXT_STATUSES[self.status], (
+            f"sequence {self.sequence_id} cannot go from {self.status.value} to {status.value}"
+        )
+        self.status = status
+
+    def delta(self, token_ids: tuple[int, ...], reason: FinishReason | None = None) -> TokenDelta:
+        """What the client is told after `token_ids` were added."""
+        return TokenDelta(self.request.request_id, token_ids, reason, len(self.prompt))

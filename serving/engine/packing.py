@@ -1,0 +1,139 @@
+"""StepPlan -> the arrays a compiled step takes, padded to its bucket.
+
+All arrays of a step are views into one int32 buffer, so that a step can be sent to the device in
+a single copy; `layout` says where each array stands in it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from serving.core.buckets import Bucket, StepKind
+from serving.core.step_plan import StepPlan
+
+
+class ArrayPlace(NamedTuple):
+    """An array of a packed step: `shape` values of the 4-byte `dtype` from `offset` (in values)."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedStep:
+    """The arrays of one step, padded to a bucket of `R` rows, `T` tokens and `B` blocks.
+
+    Attributes:
+        kind, bucket: the compiled step to run.
+        num_rows, num_tokens_total: what is in use; the rest is padding.
+        token_ids: [T] int32, padded with 0.
+        row_index: [T] int32, the row of each token, padded with R.
+        starts: [R] int32, absolute position of each row's first token, padded with 0.
+        num_tokens: [R] int32, padded with 0.
+        slots: [R] int32, padded with 0.
+        block_tables: [R, B] int32, padded with 0.
+        temperatures: [R] float32, padded with 0.   top_ks: [R] int32, padded with 0.
+        top_ps: [R] float32, padded with 1.
+        seed_low, seed_high: [R] uint32, the two halves of the seed, padded with 0.
+        buffer: [N] int32, the memory that all arrays above share.
+    """
+
+    kind: StepKind
+    bucket: Bucket
+    num_rows: int
+    num_tokens_total: int
+    token_ids: np.ndarray
+    row_index: np.ndarray
+    starts: np.ndarray
+    num_tokens: np.ndarray
+    slots: np.ndarray
+    block_tables: np.ndarray
+    temperatures: np.ndarray
+    top_ks: np.ndarray
+    top_ps: np.ndarray
+    seed_low: np.ndarray
+    seed_high: np.ndarray
+    buffer: np.ndarray
+
+
+@cache
+def layout(bucket: Bucket) -> dict[str, ArrayPlace]:
+    """Where each array of `PackedStep` stands in its buffer, in the order of its attributes."""
+    rows, tokens = (bucket.num_rows,), (bucket.num_tokens,)
+    arrays = {
+        "token_ids": (tokens, np.int32),
+        "row_index": (tokens, np.int32),
+        "starts": (rows, np.int32),
+        "num_tokens": (rows, np.int32),
+        "slots": (rows, np.int32),
+        "block_tables": ((bucket.num_rows, bucket.num_blocks), np.int32),
+        "temperatures": (rows, np.float32),
+        "top_ks": (rows, np.int32),
+        "top_ps": (rows, np.float32),
+        "seed_low": (rows, np.uint32),
+        "seed_high": (rows, np.uint32),
+    }
+    places: dict[str, ArrayPlace] = {}
+    offset = 0
+    for name, (shape, dtype) in arrays.items():
+        places[name] = ArrayPlace(offset, shape, np.dtype(dtype))
+        offset += prod(shape)
+    return places
+
+
+@cache
+def _padding(bucket: Bucket) -> np.ndarray:
+    """The buffer of a step of nothing but padding."""
+    places = layout(bucket)
+    last = places["seed_high"]
+    buffer = np.zeros(last.offset + prod(last.shape), np.int32)
+    views = _views(buffer, bucket)
+    views["row_index"][:] = bucket.num_rows
+    views["top_ps"][:] = 1.0
+    buffer.flags.writeable = False
+    return buffer
+
+
+def _views(buffer: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
+    return {
+        name: buffer[offset : offset + prod(shape)].view(dtype).reshape(shape)
+        for name, (offset, shape, dtype) in layout(bucket).items()
+    }
+
+
+def pack(plan: StepPlan) -> PackedStep:
+    """Pad a plan to its bucket.
+
+    Raises:
+        ValueError: the plan does not fit its bucket.
+    """
+    bucket, num_rows, num_tokens = plan.bucket, plan.num_rows, len(plan.token_ids)
+    num_blocks = plan.block_tables.shape[1]
+    if (
+        num_rows > bucket.num_rows
+        or num_tokens > bucket.num_tokens
+        or num_blocks != bucket.num_blocks
+    ):
+        raise ValueError(
+            f"step {plan.step_index} has {num_rows} rows, {num_tokens} tokens and block tables "
+            f"{num_blocks} wide; its bucket is {bucket}; plan it with a larger bucket"
+        )
+    buffer = _padding(bucket).copy()
+    views = _views(buffer, bucket)
+    views["token_ids"][:num_tokens] = plan.token_ids
+    views["row_index"][:num_tokens] = np.repeat(np.arange(num_rows), plan.num_tokens)
+    views["starts"][:num_rows] = plan.starts
+    views["num_tokens"][:num_rows] = plan.num_tokens
+    views["slots"][:num_rows] = plan.slots
+    views["block_tables"][:num_rows] = plan.block_tables
+    views["temperatures"][:num_rows] = plan.temperatures
+    views["top_ks"][:num_rows] = plan.top_ks
+    views["top_ps"][:num_rows] = plan.top_ps
+    seeds = np.ascontiguousarray(plan.seeds, dtype="<i8").view("<u4").reshape(num_rows, 2)
+    views["seed_low"][:num_rows] = seeds[:, 0]
+    views["seed_high"][:num_rows] = seeds[:, 1]
+    return PackedStep(plan.kind, bucket, num_rows, num_tokens, buffer=buffer, **views)
