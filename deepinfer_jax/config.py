@@ -186,7 +186,7 @@ class ModelConfig:
             raise ModelConfigError(
                 f"{source}: cannot be read ({error.strerror}); expected the model's config.json"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelConfigError(f"{source}: not valid JSON ({error})") from error
         try:
             return _parse(parsed)
