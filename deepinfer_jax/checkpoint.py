@@ -121,14 +121,18 @@ def load(
         nonlocal done
         tensors = spec.tensors()
         form = spec.storage
-        # Quantised weights alternate between values and scales, expert by expert.
-        step = 2 if isinstance(form, Format) else 1
-        arrays = [_stacked(files, tensors[i::step], spec.num_stacked) for i in range(step)]
-        placed = [place(array, spec.axes) for array in arrays]
+        leaf: jax.Array | ScaledArray
+        if isinstance(form, Format):
+            # Values and scales alternate, expert by expert.
+            codes = place(_stacked(files, tensors[0::2], spec.num_stacked), spec.axes)
+            scale = place(_stacked(files, tensors[1::2], spec.num_stacked), spec.axes)
+            leaf = ScaledArray(codes, scale, form)
+        else:
+            leaf = place(_stacked(files, tensors, spec.num_stacked), spec.axes)
         done += _size_bytes(spec)
         if report is not None:
             report(done, total)
-        return ScaledArray(*placed, form) if isinstance(form, Format) else placed[0]
+        return leaf
 
     return build_parameters(config, read_leaf, parts)
 

@@ -15,7 +15,7 @@ checkpoint would load and answer nonsense. Bookkeeping keys of the Hugging Face 
 import dataclasses
 import itertools
 import json
-import math
+import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +24,9 @@ from typing import Any
 
 QUANTISATION_BLOCK = 32
 """Values that share a scale in every stored format; widths of quantised weights divide by it."""
+
+_INT32_MAX = 2**31 - 1
+"""Positions and table rows travel as 32-bit integers."""
 
 _DATA_FOLDER = Path(__file__).parent / "configs"
 
@@ -309,7 +312,9 @@ def _parse(source: object) -> ModelConfig:
     return _build(ModelConfig, text, "text_config.", values)
 
 
-def _build[T](cls: type[T], section: dict[str, Any], prefix: str, known: dict[str, Any]) -> T:
+def _build[T: (RopeScaling, VisionConfig, ModelConfig)](
+    cls: type[T], section: dict[str, Any], prefix: str, known: dict[str, Any]
+) -> T:
     """Builds `cls` from the keys of `section` plus fields that are already `known`."""
     kinds = typing.get_type_hints(cls)
     values = dict(known)
@@ -350,7 +355,9 @@ def _take(section: dict[str, Any], key: str, kind: object, prefix: str) -> objec
     elif kind is not int:
         if value is None and kind is not float:
             return None
-        if type(value) in (int, float) and math.isfinite(value):
+        # The comparison refuses infinities, NaN, and integers that no float can hold.
+        is_number = type(value) in (int, float)
+        if value is not None and is_number and abs(value) <= sys.float_info.max:
             return float(value)
     raise ModelConfigError(f"{prefix}{key} is {_show(value)}; expected {expected}")
 
@@ -383,8 +390,7 @@ def _check_ranges(config: ModelConfig) -> None:
         "engram_n_heads engram_head_dim engram_compressed_vocab_size rms_norm_eps rope_theta "
         "compress_rope_theta routed_scaling_factor swiglu_limit hc_eps",
     )
-    # Positions travel as 32-bit integers.
-    _require_at_most(config, "max_position_embeddings", 2**31 - 1, "the largest 32-bit position")
+    _require_at_most(config, "max_position_embeddings", _INT32_MAX, "32-bit positions")
     for key in (*_TOP_IDS, "engram_pad_token_id", "dspark_noise_token_id"):
         fits = 0 <= getattr(config, key) < config.vocab_size
         _require(config, key, fits, f"0 to {config.vocab_size - 1} (vocab_size)")
@@ -447,8 +453,14 @@ def _check_layer_lists(config: ModelConfig) -> None:
         fits = len(config.dspark_target_layer_ids) > 0
         _require(config, "dspark_target_layer_ids", fits, "at least one layer to draft from")
     heights = config.engram_num_embeddings
-    fits = len(heights) == len(config.engram_layer_ids) and all(rows > 0 for rows in heights)
-    allowed = f"one positive table height per engram layer ({len(config.engram_layer_ids)})"
+    fits = len(heights) == len(config.engram_layer_ids)
+    allowed = f"one table height per engram layer ({len(config.engram_layer_ids)})"
+    _require(config, "engram_num_embeddings", fits, allowed)
+    # Each (n, head) has a region of at least engram_vocab_size rows; the primes that size the
+    # regions exactly are checked with the tokenizer, by `engram_tables`.
+    least = (config.engram_max_ngram_size - 1) * config.engram_n_heads * config.engram_vocab_size
+    fits = all(least <= rows <= _INT32_MAX for rows in heights)
+    allowed = f"{least} (engram_vocab_size per n-gram and head) to {_INT32_MAX} (32-bit rows)"
     _require(config, "engram_num_embeddings", fits, allowed)
 
 

@@ -116,7 +116,9 @@ class ParameterSpec:
             jax.ShapeDtypeStruct((*lead, *tensor.shape), DTYPES[tensor.dtype])
             for tensor in self._stored(self.name)
         ]
-        return ScaledArray(*arrays, self.storage) if len(arrays) == 2 else arrays[0]
+        if isinstance(self.storage, Format):
+            return ScaledArray(arrays[0], arrays[1], self.storage)
+        return arrays[0]
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -134,7 +134,7 @@ def _size_bytes(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
 
 
-def _is_counts(value: object) -> bool:
+def _is_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
