@@ -1,0 +1,151 @@
+"""The arrays that one step consumes, and their single trip to the device.
+
+A step is a run of tokens, several sequences (*rows*) one after another. Prefill and decode have
+the same form: a prefill row brings a chunk of its prompt, a decode row one to six tokens. What
+differs is only which tokens are sampled from.
+
+All host values of a step travel as one int32 buffer (`pack`), since every separate transfer costs
+as much as a small one; `StepBatch.unpack` cuts it apart again inside the compiled step.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.history import TokenHistory
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Static shape of a step: `R` rows, `T` tokens over all rows, `B` columns of block tables.
+
+    `samples_every_token` is true for decode (T results) and false for prefill (R results, one
+    after each row's last token).
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_blocks: int
+    samples_every_token: bool
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step samples."""
+        return self.num_tokens if self.samples_every_token else self.num_rows
+
+
+class StepBatch(NamedTuple):
+    """One step. Padding tokens have `row_index` R; padding rows have `num_tokens` 0.
+
+    Attributes:
+        token_ids: [T] int32.
+        row_index: [T] int32, row of each token; the tokens of a row are adjacent and in order.
+        starts: [R] int32, position of each row's first token.
+        num_tokens: [R] int32.
+        slots: [R] int32, state slot of each row.
+        block_tables: [R, B] int32.
+        temperatures, top_ps: [R] float32.
+        top_ks: [R] int32.
+        seeds: [R, 2] uint32, high and low word.
+    """
+
+    token_ids: jax.Array
+    row_index: jax.Array
+    starts: jax.Array
+    num_tokens: jax.Array
+    slots: jax.Array
+    block_tables: jax.Array
+    temperatures: jax.Array
+    top_ps: jax.Array
+    top_ks: jax.Array
+    seeds: jax.Array
+
+    @classmethod
+    def unpack(cls, buffer: jax.Array, shape: StepShape) -> "StepBatch":
+        """The batch whose `pack` gave `buffer`, inside or outside a compiled function."""
+        parts, offset = {}, 0
+        for name, (dims, dtype) in _fields(shape).items():
+            size = int(np.prod(dims))
+            words = buffer[offset : offset + size].reshape(dims)
+            parts[name] = jax.lax.bitcast_convert_type(words, dtype)
+            offset += size
+        return cls(**parts)
+
+
+def buffer_size(shape: StepShape) -> int:
+    """Words in the buffer of a step of this shape."""
+    return sum(int(np.prod(dims)) for dims, _ in _fields(shape).values())
+
+
+def pack(arrays: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
+    """One int32 buffer of the fields of a `StepBatch`, given by name as numpy arrays.
+
+    Raises:
+        ValueError: a field is missing, unknown or has another shape than `shape` says.
+    """
+    fields = _fields(shape)
+    if arrays.keys() != fields.keys():
+        raise ValueError(f"batch fields are {sorted(arrays)}; expected {sorted(fields)}")
+    words = []
+    for name, (dims, dtype) in fields.items():
+        if arrays[name].shape != dims:
+            raise ValueError(f"{name} has shape {arrays[name].shape}; expected {dims}")
+        words.append(np.ascontiguousarray(arrays[name], dtype).reshape(-1).view(np.int32))
+    return np.concatenate(words)
+
+
+def _fields(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
+    rows, tokens = (shape.num_rows,), (shape.num_tokens,)
+    return {
+        "token_ids": (tokens, np.int32),
+        "row_index": (tokens, np.int32),
+        "starts": (rows, np.int32),
+        "num_tokens": (rows, np.int32),
+        "slots": (rows, np.int32),
+        "block_tables": ((shape.num_rows, shape.num_blocks), np.int32),
+        "temperatures": (rows, np.float32),
+        "top_ps": (rows, np.float32),
+        "top_ks": (rows, np.int32),
+        "seeds": ((shape.num_rows, 2), np.uint32),
+    }
+
+
+class TokenView(NamedTuple):
+    """What each token needs to know of its row, [T] each.
+
+    Attributes:
+        row: row of the token; a padding token names the last row, harmlessly.
+        is_real: false for padding.
+        history: position, first position of the row in this step, state slot.
+        row_end: position after the row's last token of this step.
+    """
+
+    row: jax.Array
+    is_real: jax.Array
+    history: TokenHistory
+    row_end: jax.Array
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> "TokenView":
+        """Works the view out of a batch. Padding tokens stand at position 0 of slot 0."""
+        num_rows = batch.starts.shape[0]
+        is_real = batch.row_index < num_rows
+        row = jnp.minimum(batch.row_index, num_rows - 1)
+        first = (jnp.cumsum(batch.num_tokens) - batch.num_tokens)[row]
+        offset = jnp.arange(batch.token_ids.shape[0], dtype=jnp.int32) - first
+        start = batch.starts[row]
+        position = jnp.where(is_real, start + offset, 0)
+        history = TokenHistory(
+            position=position,
+            row_start=jnp.where(is_real, start, 0),
+            slot=jnp.where(is_real, batch.slots[row], 0),
+        )
+        return cls(row, is_real, history, jnp.where(is_real, start + batch.num_tokens[row], 0))
+
+
+def last_tokens(batch: StepBatch) -> jax.Array:
+    """[R] int32, index of each row's last token; 0 for a padding row."""
+    return jnp.maximum(jnp.cumsum(batch.num_tokens) - 1, 0).astype(jnp.int32)

@@ -1,0 +1,83 @@
+"""Engram: an n-gram hashed embedding memory, read with a gate.
+
+The last few tokens of a sequence, mapped to classes that fold spelling variants together, are
+hashed to rows of a large table; the rows become a key and a value, and the value is added to each
+residual stream as far as the stream agrees with the key.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax.engram_tables import EngramTables
+from deepinfer_jax.layers.primitives import StepContext
+from deepinfer_jax.parameters import EngramParameters
+from pallas_kernels.scaled_array import decode
+
+_IMAGE_CLASS = -1
+_GATE_FLOOR = 1e-6
+
+
+def ngram_classes(
+    token_ids: jax.Array,
+    token_classes: jax.Array,
+    ring: jax.Array,
+    constants: EngramTables,
+    step: StepContext,
+) -> tuple[jax.Array, jax.Array]:
+    """Classes [T, n] int32 of each token and its predecessors, nearest first, and the ring after.
+
+    From the first predecessor on that lies before the sequence or belongs to an image, all are
+    the class of the padding token.
+    """
+    classes = jnp.where(step.is_image, _IMAGE_CLASS, token_classes[token_ids]).astype(jnp.int32)
+    order = step.config.engram_max_ngram_size
+    found, exists = step.tokens.history.gather(ring, classes, np.arange(order))
+    is_text = (exists & (found != _IMAGE_CLASS)).astype(jnp.int32)
+    unbroken = jnp.cumprod(is_text, axis=1) > 0
+    return (
+        jnp.where(unbroken, found, constants.pad_class),
+        step.append_to_ring(ring, classes),
+    )
+
+
+def table_rows(classes: jax.Array, constants: EngramTables, engram_index: int) -> jax.Array:
+    """Table rows [T, orders * heads] int32 of one Engram layer, lowest order first.
+
+    The same numbers as `EngramTables.rows`. Products come close to 2^63, hence 64-bit integers
+    just here.
+    """
+    with jax.enable_x64(True):
+        products = classes.astype(jnp.int64) * constants.multipliers[engram_index]
+        hashes = [products[:, 0]]
+        for n in range(1, classes.shape[1]):
+            hashes.append(jnp.bitwise_xor(hashes[-1], products[:, n]))
+        moduli = constants.moduli[engram_index]
+        heads = len(moduli) // (len(hashes) - 1)
+        repeated = jnp.repeat(jnp.stack(hashes[1:], axis=1), heads, axis=1)
+        return (repeated % moduli + constants.offsets[engram_index]).astype(jnp.int32)
+
+
+def engram(
+    streams: jax.Array, rows: jax.Array, parameters: EngramParameters, step: StepContext
+) -> jax.Array:
+    """Streams [T, S, D] after the memory at `rows` [T, orders * heads] was added."""
+    c = step.config
+    num_tokens, num_streams, width = streams.shape
+    with jax.named_scope("engram"):
+        read = decode(parameters.embed[rows], step.precision.compute_dtype)
+        both = step.product(read.reshape(num_tokens, -1), parameters.wkv)
+        key = both[:, : num_streams * width].reshape(streams.shape)
+        value = both[:, None, num_streams * width :]
+        s = streams.astype(jnp.float32)
+        weight = decode(parameters.q_weight) * decode(parameters.k_weight)
+        agreement = jnp.sum(s * weight * key, axis=-1) / np.sqrt(width)
+        agreement = agreement * _inverse_rms(s, c.rms_norm_eps) * _inverse_rms(key, c.rms_norm_eps)
+        size = jnp.sqrt(jnp.maximum(jnp.abs(agreement), _GATE_FLOOR))
+        gate = jax.nn.sigmoid(jnp.copysign(size, agreement))
+        gate = jnp.where(step.is_image[:, None], 0.0, gate)
+        return (s + gate[:, :, None] * value).astype(streams.dtype)
+
+
+def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1) + eps)

@@ -1,0 +1,59 @@
+"""Mixture of experts: a router, routed experts and one shared expert."""
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.layers.primitives import StepContext
+from deepinfer_jax.parameters import ExpertParameters, MoeParameters
+from pallas_kernels import ops
+
+_SUM_EPS = 1e-20
+
+
+def moe(
+    x: jax.Array, parameters: MoeParameters, num_experts_per_token: int, step: StepContext
+) -> jax.Array:
+    """Output [T, hidden] for the normalised input `x`."""
+    c = step.config
+    with jax.named_scope("moe"):
+        index, weight = route(x, parameters, num_experts_per_token, step)
+        experts = parameters.experts
+        out = ops.grouped_matmul(
+            x,
+            index,
+            weight,
+            experts.w1,
+            experts.w3,
+            experts.w2,
+            limit=c.swiglu_limit,
+            activation_format=step.precision.activation_format,
+        )
+        out = out + _shared(x, parameters.shared, step)
+        return out.astype(step.precision.compute_dtype)
+
+
+def route(
+    x: jax.Array, parameters: MoeParameters, num_experts_per_token: int, step: StepContext
+) -> tuple[jax.Array, jax.Array]:
+    """Chosen experts [T, K] int32 and their weights [T, K] float32.
+
+    Affinity is sqrt(softplus(logit)). A bias, another one for image tokens, takes part in the
+    choice and never in the weight. Padding tokens get weight 0.
+    """
+    affinity = jnp.sqrt(jax.nn.softplus(step.product(x, parameters.gate)))
+    bias = jnp.where(step.is_image[:, None], parameters.bias_vl, parameters.bias)
+    _, index = jax.lax.top_k(affinity + bias, num_experts_per_token)
+    chosen = jnp.take_along_axis(affinity, index, axis=1)
+    total = jnp.sum(chosen, axis=1, keepdims=True) + _SUM_EPS
+    weight = step.config.routed_scaling_factor * chosen / total
+    step.probe("route_indices", index)
+    step.probe("route_weights", weight)
+    return index.astype(jnp.int32), jnp.where(step.tokens.is_real[:, None], weight, 0.0)
+
+
+def _shared(x: jax.Array, expert: ExpertParameters, step: StepContext) -> jax.Array:
+    """The same feed-forward without a route weight, float32 [T, hidden]."""
+    limit = step.config.swiglu_limit
+    gate = jnp.minimum(step.product(x, expert.w1), limit)
+    up = jnp.clip(step.product(x, expert.w3), -limit, limit)
+    return step.product(gate * jax.nn.sigmoid(gate) * up, expert.w2)

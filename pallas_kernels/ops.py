@@ -1,0 +1,246 @@
+"""The door: every operation of the package, its meaning and its checks.
+
+An operation is one noun in several places, always spelled the same: a function here and its
+meaning in `reference/`. Callers see only this module. Shapes are written with `T` tokens, `R`
+rows (sequences), `H` heads, `D` channels, `E` experts, `K` selected entries, `B` blocks a table,
+`V` vocabulary. A wrong call raises `ValueError` naming the argument, what it is and what was
+expected, before anything is computed.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.history import TokenHistory
+from pallas_kernels.mix import Mix
+from pallas_kernels.reference import cache_append as _cache_append
+from pallas_kernels.reference import grouped_matmul as _grouped_matmul
+from pallas_kernels.reference import hyper_mix as _hyper_mix
+from pallas_kernels.reference import index_topk as _index_topk
+from pallas_kernels.reference import sample_tokens as _sample_tokens
+from pallas_kernels.reference import scaled_matmul as _scaled_matmul
+from pallas_kernels.reference import sparse_attention as _sparse_attention
+from pallas_kernels.scaled_array import Format, ScaledArray
+
+Packed = ScaledArray | jax.Array
+"""A quantised array or, where nothing is quantised, a plain one of the same shape."""
+
+
+def scaled_matmul(
+    x: jax.Array, weight: Packed, *, activation_format: Format | None = None
+) -> jax.Array:
+    """`x [..., K]` times the transpose of `weight [N, K]`, float32 `[..., N]`.
+
+    Accumulates in float32. `activation_format` quantises and widens `x` first; None leaves it.
+    """
+    _expect(weight.ndim == 2, "weight", weight.shape, "[N, K]")
+    _expect(x.shape[-1] == weight.shape[1], "x", x.shape, f"[..., {weight.shape[1]}]")
+    return _scaled_matmul.scaled_matmul(x, weight, activation_format=activation_format)
+
+
+def grouped_matmul(
+    x: jax.Array,
+    expert_index: jax.Array,
+    expert_weight: jax.Array,
+    w1: Packed,
+    w3: Packed,
+    w2: Packed,
+    *,
+    limit: float,
+    activation_format: Format | None = None,
+) -> jax.Array:
+    """Weighted sum of the chosen experts' gated feed-forward outputs, float32 [T, D].
+
+    Expert e computes `w2[e] @ (g * silu(min(w1[e] x, limit)) * clip(w3[e] x, -limit, limit))`
+    with its route weight g applied before the last product.
+
+    Args:
+        x: [T, D].
+        expert_index: [T, K] int32, experts of each token, no expert twice.
+        expert_weight: [T, K] float32; a weight of 0 switches the pair off (padding tokens).
+        w1, w3: [E, F, D].  w2: [E, D, F].
+        limit: clamp of gate (from above) and up branch (both sides).
+        activation_format: quantises the inputs of both products; None leaves them.
+    """
+    num_experts, ffn, width = w1.shape
+    _expect(x.ndim == 2 and x.shape[1] == width, "x", x.shape, f"[T, {width}]")
+    _expect(w3.shape == w1.shape, "w3", w3.shape, str(w1.shape))
+    _expect(w2.shape == (num_experts, width, ffn), "w2", w2.shape, f"{(num_experts, width, ffn)}")
+    _expect(
+        expert_index.shape == expert_weight.shape and expert_index.shape[0] == x.shape[0],
+        "expert_index",
+        expert_index.shape,
+        f"[{x.shape[0]}, K] like expert_weight {expert_weight.shape}",
+    )
+    return _grouped_matmul.grouped_matmul(
+        x, expert_index, expert_weight, w1, w3, w2, limit=limit, activation_format=activation_format
+    )
+
+
+def hyper_mix(
+    streams: jax.Array,
+    output: jax.Array | None,
+    mix: Mix | None,
+    pre: jax.Array,
+    fn: jax.Array,
+    scale: jax.Array,
+    base: jax.Array,
+    *,
+    iterations: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, Mix]:
+    """Finish one sub-layer and start the next, for S residual streams.
+
+    Adds the previous sub-layer's `output` [T, D] to `streams` [T, S, D] with its `mix` (both None:
+    nothing is pending), then gives the new streams, the next sub-layer's input [T, D] collapsed
+    with `pre` [T, S], and the next sub-layer's own `Mix` of the new streams.
+
+    Args:
+        fn: [S * (2 + S), S * D] float32.  scale: [3].  base: [S * (2 + S)].
+        iterations: Sinkhorn rounds, the first included.  eps: added in pre and in Sinkhorn.
+    """
+    _, num_streams, width = streams.shape
+    rows = num_streams * (2 + num_streams)
+    _expect(fn.shape == (rows, num_streams * width), "fn", fn.shape, f"[{rows}, S * D]")
+    _expect(base.shape == (rows,), "base", base.shape, f"[{rows}]")
+    _expect((output is None) == (mix is None), "mix", mix is None, "None exactly when output is")
+    return _hyper_mix.hyper_mix(
+        streams, output, mix, pre, fn, scale, base, iterations=iterations, eps=eps
+    )
+
+
+def hyper_finish(streams: jax.Array, output: jax.Array, mix: Mix) -> jax.Array:
+    """Only the first half of `hyper_mix`: streams [T, S, D] after `output` [T, D] was added."""
+    return _hyper_mix.expand(streams, output, mix)
+
+
+def hyper_collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
+    """Only the middle of `hyper_mix`: streams [T, S, D] summed with weights `pre` [T, S]."""
+    return _hyper_mix.collapse(streams, pre)
+
+
+def cache_append(pool: Packed, values: jax.Array, outer: jax.Array, inner: jax.Array) -> Packed:
+    """Write `values` [T, ...] to `pool[outer, inner]`, in the format of the pool.
+
+    Args:
+        pool: [P, L, ...] blocks or rings; donate it to have it written in place.
+        outer: [T] int32 block or slot; negative or past the end means the row is not written.
+        inner: [T] int32 place inside it. No place may be written twice in one call.
+    """
+    _expect(values.shape[1:] == pool.shape[2:], "values", values.shape, f"[T, {pool.shape[2:]}]")
+    _expect(outer.shape == inner.shape == values.shape[:1], "outer", outer.shape, "[T] like inner")
+    return _cache_append.cache_append(pool, values, outer, inner)
+
+
+def sparse_attention(
+    q: jax.Array,
+    ring: Packed,
+    recent: Packed,
+    history: TokenHistory,
+    entries: Packed | None,
+    entry_index: jax.Array | None,
+    sink: jax.Array,
+    *,
+    window: int,
+    scale: float,
+) -> jax.Array:
+    """Attention of all heads over one latent per entry, key and value at once, float32 [T, H, D].
+
+    A token sees the last `window` tokens of its sequence, itself included, and the selected
+    compressed entries, under one softmax whose denominator also holds `exp(sink)`. An entry that
+    is absent contributes nothing; a token without any entry gives zero.
+
+    Args:
+        q: [T, H, D].
+        ring: [num_slots, ring_length, D] window entries before this step.
+        recent: [T, D] window entries of this step's tokens, in the format of the ring.
+        history: where each token stands in its sequence.
+        entries: [num_blocks, entries_per_block, D] compressed entries, or None.
+        entry_index: [T, K] int32 flat index `block * entries_per_block + offset`; -1 is absent.
+        sink: [H] float32.
+        window: number of window tokens.  scale: multiplies the dot products, not the sink.
+    """
+    _, num_heads, width = q.shape
+    _expect(ring.shape[-1] == width, "ring", ring.shape, f"[S, L, {width}]")
+    _expect(recent.shape == (q.shape[0], width), "recent", recent.shape, f"[T, {width}]")
+    _expect(sink.shape == (num_heads,), "sink", sink.shape, f"[{num_heads}]")
+    _expect((entries is None) == (entry_index is None), "entry_index", entry_index is None, "both")
+    return _sparse_attention.sparse_attention(
+        q, ring, recent, history, entries, entry_index, sink, window=window, scale=scale
+    )
+
+
+def index_topk(
+    q: Packed,
+    head_weight: jax.Array,
+    keys: Packed,
+    block_table: jax.Array,
+    row: jax.Array,
+    num_visible: jax.Array,
+    candidates: jax.Array | None = None,
+    *,
+    k: int,
+    candidate_block_size: int = 1,
+    num_candidate_blocks: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The best `k` entries of each token by `sum_h w_h * max(0, q_h . key)`, ascending, then -1.
+
+    Equal scores: the lower index wins. Entries at or past `num_visible` do not exist.
+
+    Args:
+        q: [T, H, D].  head_weight: [T, H] float32.
+        keys: [num_blocks, entries_per_block, D].
+        block_table: [R, B] int32.  row: [T] int32, row of each token.
+        num_visible: [T] int32, entries that the token may see.
+        candidates: [T, C] int32 candidate blocks to stay inside (-1 names none), or None.
+        candidate_block_size: entries in a candidate block.
+        num_candidate_blocks: if not 0, also return that many candidate blocks per token: those
+            of the best scores, the block of the newest visible entry always among them. The
+            token's own selection is not restricted to them.
+
+    Returns:
+        [T, k] int32 entry numbers within the sequence, and [T, num_candidate_blocks] int32
+        ascending, then -1 (None if not asked for).
+    """
+    _expect(
+        q.ndim == 3 and q.shape[-1] == keys.shape[-1], "q", q.shape, f"[T, H, {keys.shape[-1]}]"
+    )
+    _expect(head_weight.shape == q.shape[:2], "head_weight", head_weight.shape, f"{q.shape[:2]}")
+    _expect(row.shape == num_visible.shape == q.shape[:1], "row", row.shape, "[T] like num_visible")
+    return _index_topk.index_topk(
+        q,
+        head_weight,
+        keys,
+        block_table,
+        row,
+        num_visible,
+        candidates,
+        k=k,
+        candidate_block_size=candidate_block_size,
+        num_candidate_blocks=num_candidate_blocks,
+    )
+
+
+def sample_tokens(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+) -> jax.Array:
+    """One token per row of `logits` [M, V] float32, [M] int32.
+
+    Temperature 0 takes the largest logit (the lower id on a tie). Otherwise the `top_k` best (0:
+    all) are kept, of these the smallest set whose mass reaches `top_p`, and one is drawn with a
+    random number that depends on `seed` [M, 2] uint32 (high, low) and `position` [M] alone.
+    """
+    _expect(logits.ndim == 2, "logits", logits.shape, "[M, V]")
+    _expect(seed.shape == (logits.shape[0], 2), "seed", seed.shape, f"[{logits.shape[0]}, 2]")
+    return _sample_tokens.sample_tokens(
+        logits.astype(jnp.float32), temperature, top_k, top_p, seed, position
+    )
+
+
+def _expect(holds: bool, name: str, received: object, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {received}; expected {expected}")
