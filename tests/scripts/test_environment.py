@@ -20,11 +20,15 @@ STAND_IN = """#!/bin/sh
 echo "$*" | head -1 >>"$CALLS"
 case "$1 $2" in
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  "-m pip") case "$3" in install) [ ! -e "$CALLS.fail" ] || exit 1; [ ! -e "$CALLS.kill" ] || kill -9 $PPID ;; esac ;;
+  "-m pip")
+    if [ "$3" = install ]; then
+      if [ -e "$CALLS.fail" ]; then exit 1; fi
+      if [ -e "$CALLS.kill" ]; then kill -9 $PPID; fi
+    fi ;;
   "-m serving") shift 2; echo "serving in $PWD with" "$@" ;;
   "-m pytest") shift 2; echo "testing in $PWD with" "$@" ;;
 esac
-"""  # noqa: E501 - one case per line reads best
+"""
 
 
 @dataclass
