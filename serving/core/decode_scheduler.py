@@ -18,16 +18,29 @@ def choose_rows(table: RunningTable, buckets: BucketTable) -> np.ndarray:
     """
     rows = table.decoding_rows
     rows = rows[table.num_scheduled[rows] < table.num_tokens[rows]]
-    if not len(rows):
-        return rows
     num_blocks = table.blocks_for(table.num_tokens[rows])
-    if buckets.smallest(StepKind.DECODE, len(rows), len(rows), int(num_blocks.max())) is None:
-        rows = _longest_waiting(table, buckets, rows, num_blocks)
-        num_blocks = table.blocks_for(table.num_tokens[rows])
     is_growing = num_blocks > table.num_blocks[rows]
     if is_growing.any():
+        # Before rows are chosen: one that waits for a block must not take another's turn.
         rows = _grow(table, rows, rows[is_growing])
+        num_blocks = table.blocks_for(table.num_tokens[rows])
+    if not len(rows):
+        return rows
+    need = (len(rows), len(rows), int(num_blocks.max()))
+    if buckets.smallest(StepKind.DECODE, *need) is None:
+        rows = _longest_waiting(table, buckets, rows, num_blocks)
     return rows
+
+
+def _grow(table: RunningTable, rows: np.ndarray, growing: np.ndarray) -> np.ndarray:
+    """Claim blocks for the growing rows, oldest first; the rows that can run after that."""
+    for row in growing[np.argsort(table.sequence_ids[growing])].tolist():
+        # An older one may have preempted this one.
+        if table.sequences[row] is not None:
+            table.claim(row, int(table.num_tokens[row]))
+    is_running = table.sequence_ids[rows] >= 0
+    is_backed = table.blocks_for(table.num_tokens[rows]) <= table.num_blocks[rows]
+    return rows[is_running & is_backed]
 
 
 def _longest_waiting(
@@ -47,14 +60,3 @@ def _longest_waiting(
         else:
             fits = middle
     return np.sort(rows[order[:fits]])
-
-
-def _grow(table: RunningTable, rows: np.ndarray, growing: np.ndarray) -> np.ndarray:
-    """Claim blocks for the growing rows, oldest first; the rows that can run after that."""
-    for row in growing[np.argsort(table.sequence_ids[growing])].tolist():
-        # An older one may have preempted this one.
-        if table.sequences[row] is not None:
-            table.claim(row, int(table.num_tokens[row]))
-    is_running = table.sequence_ids[rows] >= 0
-    is_backed = table.blocks_for(table.num_tokens[rows]) <= table.num_blocks[rows]
-    return rows[is_running & is_backed]

@@ -104,18 +104,18 @@ class _Chunk:
 
 
 class _ChunkBatch:
-    """Chunks collected for one step, always such that some bucket holds them."""
+    """Counts the chunks of one step, always such that some bucket holds them."""
 
     def __init__(self, buckets: BucketTable, block_size: int) -> None:
         self._buckets = buckets.of(StepKind.PREFILL)
         self._block_size = block_size
-        self.chunks: list[_Chunk] = []
         self.num_tokens = 0
+        self._num_rows = 0
         self._num_blocks = 1
 
     def extend(self, chunk: _Chunk, num_tokens_max: int) -> None:
         """Add up to `num_tokens_max` more of the chunk's remaining tokens, as buckets allow."""
-        num_rows = len(self.chunks) + (chunk.num_tokens == 0)
+        num_rows = self._num_rows + (chunk.num_tokens == 0)
         stop = chunk.start + chunk.num_tokens
         num_wanted = min(num_tokens_max, chunk.num_remaining - chunk.num_tokens)
         num_added = 0
@@ -126,8 +126,7 @@ class _ChunkBatch:
                 num_added = max(num_added, min(num_wanted, room, reach))
         if num_added == 0:
             return
-        if chunk.num_tokens == 0:
-            self.chunks.append(chunk)
+        self._num_rows = num_rows
         chunk.num_tokens += num_added
         self.num_tokens += num_added
         self._num_blocks = max(self._num_blocks, -(-(stop + num_added) // self._block_size))
@@ -146,22 +145,43 @@ def choose_chunks(
     Returns:
         ([N] rows, [N] int32 tokens of each), oldest sequence first; empty if nothing can run.
     """
-    rows = table.prefilling_rows
-    rows = rows[table.num_scheduled[rows] < table.num_tokens[rows]]
-    rows = rows[np.argsort(table.sequence_ids[rows])]
-    starts = table.num_scheduled[rows]
-    num_remaining = table.num_tokens[rows] - starts
-    by_age = [
-        _Chunk(*values)
-        for values in zip(rows.tolist(), starts.tolist(), num_remaining.tolist(), strict=True)
-    ]
+    by_age = _backed_chunks(table)
     batch = _ChunkBatch(buckets, table.block_size)
     largest = buckets.largest(StepKind.PREFILL)
     if largest.num_rows > 1 or not shortest_first:
         _fill_by_age(batch, by_age, largest.num_rows, largest.num_tokens)
     for chunk in sorted(by_age, key=lambda chunk: chunk.num_remaining):
         batch.extend(chunk, largest.num_tokens)
-    return _claim_blocks(table, batch.chunks)
+    # The list by age again: older chunks get their blocks first.
+    chunks = [chunk for chunk in by_age if chunk.num_tokens]
+    for chunk in chunks:
+        num_blocks = int(table.num_blocks[chunk.row]) + table.blocks.num_free
+        room = num_blocks * table.block_size - chunk.start
+        chunk.num_tokens = min(chunk.num_tokens, room)
+        claimed = table.claim(chunk.row, chunk.start + chunk.num_tokens)
+        assert claimed, f"row {chunk.row} was refused {chunk.num_tokens} tokens that fit"
+    return (
+        np.array([chunk.row for chunk in chunks], np.int64),
+        np.array([chunk.num_tokens for chunk in chunks], np.int32),
+    )
+
+
+def _backed_chunks(table: RunningTable) -> list[_Chunk]:
+    """The prompts with tokens left and a block for the next of them, oldest first.
+
+    Blocks are claimed before tokens are shared out, so that no prompt that waits for a block
+    takes another's share.
+    """
+    rows = table.prefilling_rows
+    rows = rows[table.num_scheduled[rows] < table.num_tokens[rows]]
+    rows = rows[np.argsort(table.sequence_ids[rows])]
+    backed: list[_Chunk] = []
+    for row in rows.tolist():
+        start = int(table.num_scheduled[row])
+        # An older one may have preempted this one.
+        if table.sequences[row] is not None and table.claim(row, start + 1):
+            backed.append(_Chunk(row, start, int(table.num_tokens[row]) - start))
+    return backed
 
 
 def _fill_by_age(batch: _ChunkBatch, by_age: list[_Chunk], num_rows: int, num_tokens: int) -> None:
@@ -171,20 +191,3 @@ def _fill_by_age(batch: _ChunkBatch, by_age: list[_Chunk], num_rows: int, num_to
         if batch.num_tokens >= budget:
             return
         batch.extend(chunk, budget - batch.num_tokens)
-
-
-def _claim_blocks(table: RunningTable, chunks: list[_Chunk]) -> tuple[np.ndarray, np.ndarray]:
-    """Claim blocks for the chunks, oldest first; shorten or drop those that get too few."""
-    rows: list[int] = []
-    num_tokens: list[int] = []
-    for chunk in sorted(chunks, key=lambda chunk: table.sequence_ids[chunk.row]):
-        # An older chunk may have preempted this one.
-        if table.sequences[chunk.row] is None or not table.claim(chunk.row, chunk.start + 1):
-            continue
-        num_blocks = int(table.num_blocks[chunk.row]) + table.blocks.num_free
-        count = min(chunk.num_tokens, num_blocks * table.block_size - chunk.start)
-        claimed = table.claim(chunk.row, chunk.start + count)
-        assert claimed, f"row {chunk.row} was refused {count} tokens that fit"
-        rows.append(chunk.row)
-        num_tokens.append(count)
-    return np.array(rows, np.int64), np.array(num_tokens, np.int32)

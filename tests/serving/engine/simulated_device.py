@@ -1,0 +1,266 @@
+"""A device whose tokens can be worked out by hand, and a driver that checks an engine around it.
+
+`SimulatedDevice` keeps a KV pool that holds the tokens themselves and a state slot that holds a
+digest of the tokens it has seen. Each step reads its context back through the block tables and
+compares it with the slot, so a wrong block, slot, start, order or a block reused too early shows
+as an error or as a wrong token. `expected_tokens` gives the tokens of a request without any of it.
+"""
+
+import random
+from collections import deque
+
+import numpy as np
+
+from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.request import FinishReason, Request, SamplingParams, TokenDelta
+from serving.core.step_plan import StepPlan, StepResult
+from serving.engine.engine import Engine, EngineLimits
+from serving.engine.packing import PackedStep, pack
+
+VOCAB_SIZE = 23
+EOS = 0
+_MODULUS = 2**61 - 1
+_EMPTY = 7
+
+
+def _extend(digest: int, token: int) -> int:
+    return (digest * 1_000_003 + token + 1) % _MODULUS
+
+
+def _sample(digest: int, position: int, sampling: tuple[float, int, float, int]) -> int:
+    temperature, top_k, top_p, seed = sampling
+    settings = round(temperature * 1000) + 31 * top_k + round(top_p * 1000) + seed
+    return (digest + position * 7919 + settings) // 3 % VOCAB_SIZE
+
+
+def expected_tokens(request: Request, seed: int, length_max: int) -> list[int]:
+    """What the device must generate for a request that nothing disturbs."""
+    wanted = request.sampling
+    sampling = (wanted.temperature, wanted.top_k, wanted.top_p, seed)
+    stops = set(wanted.stop_token_ids) | (set() if wanted.ignore_eos else {EOS})
+    digest, length = _EMPTY, len(request.prompt_token_ids)
+    for token in request.prompt_token_ids:
+        digest = _extend(digest, token)
+    output: list[int] = []
+    while True:
+        output.append(_sample(digest, length, sampling))
+        digest, length = _extend(digest, output[-1]), length + 1
+        if output[-1] in stops or len(output) == wanted.max_tokens or length == length_max:
+            return output
+
+
+class SimulatedDevice:
+    """An `Executor` that runs packed steps against a pool of tokens."""
+
+    def __init__(self, limits: EngineLimits, buckets: BucketTable) -> None:
+        self._buckets = set(buckets)
+        self._block_size = limits.block_size
+        self._pool = np.full((limits.num_blocks, limits.block_size), -1, np.int64)
+        self._slots = [(0, _EMPTY)] * limits.num_slots
+        self.in_flight: deque[StepPlan] = deque()
+        self.kinds: list[StepKind] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        assert (plan.kind, plan.bucket) in self._buckets, f"{plan.bucket} is not compiled"
+        self.in_flight.append(plan)
+        self.kinds.append(plan.kind)
+
+    def collect(self) -> StepResult:
+        plan = self.in_flight.popleft()
+        return StepResult(plan.step_index, self._run(pack(plan)))
+
+    def _run(self, step: PackedStep) -> np.ndarray:
+        """Sampled tokens of the rows in use (prefill) or of the tokens in use (decode)."""
+        sampled: list[int] = []
+        assert (step.row_index[step.num_tokens_total :] == step.bucket.num_rows).all()
+        assert not step.slots[step.num_rows :].any()
+        for row in range(step.num_rows):
+            tokens = step.token_ids[step.row_index == row].tolist()
+            assert len(tokens) == step.num_tokens[row] > 0
+            per_token = self._run_row(step, row, tokens)
+            sampled.extend(per_token if step.kind is StepKind.DECODE else per_token[-1:])
+        return np.array(sampled, np.int32)
+
+    def _run_row(self, step: PackedStep, row: int, tokens: list[int]) -> list[int]:
+        start, slot, table = int(step.starts[row]), int(step.slots[row]), step.block_tables[row]
+        assert slot > 0, "the padding slot was given to a sequence"
+        num_seen, seen = self._slots[slot] if start else (0, _EMPTY)
+        assert num_seen == start, (
+            f"slot {slot} has seen {num_seen} tokens, the row starts at {start}"
+        )
+        digest = _EMPTY
+        for position in range(start):
+            digest = _extend(digest, int(self._pool[self._place(table, position)]))
+        assert digest == seen, f"the blocks of row {row} do not hold what slot {slot} has seen"
+        seed = int(step.seed_low[row]) + (int(step.seed_high[row]) << 32)
+        sampling = (float(step.temperatures[row]), int(step.top_ks[row]), float(step.top_ps[row]))
+        sampled: list[int] = []
+        for position, token in enumerate(tokens, start):
+            self._pool[self._place(table, position)] = token
+            digest = _extend(digest, token)
+            sampled.append(_sample(digest, position + 1, (*sampling, seed)))
+        self._slots[slot] = (start + len(tokens), digest)
+        return sampled
+
+    def _place(self, table: np.ndarray, position: int) -> tuple[int, int]:
+        block = int(table[position // self._block_size])
+        assert block > 0, f"position {position} lies in the padding block"
+        return block, position % self._block_size
+
+
+class CheckedEngine:
+    """An engine with a device; every call is followed by a check of all that must always hold."""
+
+    def __init__(self, limits: EngineLimits, buckets: BucketTable, seed: int = 5) -> None:
+        self.engine = Engine(limits, buckets, random.Random(seed))
+        self.device = SimulatedDevice(limits, buckets)
+        self.length_max = min(limits.context_max, (limits.num_blocks - 1) * limits.block_size)
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.expected: dict[str, list[int]] = {}
+        self._requests: dict[str, Request] = {}
+        self._same_seeds = random.Random(seed)
+
+    def admit(self, prompt: list[int], sampling: SamplingParams | None = None) -> str:
+        """Admit a request and return its name; raises as the engine does."""
+        sampling = sampling or SamplingParams(temperature=0)
+        name = f"request-{len(self._requests)}"
+        request = Request(name, tuple(prompt), sampling)
+        self.engine.admit(request)
+        seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
+        self._requests[name] = request
+        self.outputs[name] = []
+        self.expected[name] = expected_tokens(request, seed, self.length_max)
+        self.check()
+        return name
+
+    def abort(self, name: str) -> None:
+        delta = self.engine.abort(name)
+        assert (delta is None) == (name in self.reasons), f"{name} ended twice or never"
+        if delta is not None:
+            assert delta.token_ids == ()
+            assert delta.finish_reason is FinishReason.ABORT
+            self._take([delta])
+        self.check()
+
+    def plan(self) -> StepPlan | None:
+        """Plan and submit one step."""
+        plan = self.engine.plan()
+        if plan is not None:
+            self.device.submit(plan)
+        self.check()
+        return plan
+
+    def commit(self) -> None:
+        """Collect and commit the oldest step, if there is one."""
+        if self.device.in_flight:
+            self._take(self.engine.commit(self.device.collect()))
+        self.check()
+
+    def step(self) -> None:
+        """Plan what can be planned, then commit one step."""
+        while self.plan() is not None:
+            pass
+        self.commit()
+
+    def drain(self, num_steps_max: int = 5000) -> None:
+        """Step until nothing is left, then check the end state and every token."""
+        for _ in range(num_steps_max):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, f"still busy after {num_steps_max} steps"
+        status = self.engine.status()
+        assert status.num_free_blocks == status.num_blocks
+        assert status.num_free_slots == status.num_slots
+        assert status.num_waiting == status.num_running == status.num_steps_in_flight == 0
+        assert set(self.reasons) == set(self._requests)
+        for name, reason in self.reasons.items():
+            self._check_output(name, reason)
+
+    def check(self) -> None:
+        """Each block and slot is free or held by one row; steps in flight use none that is free."""
+        table = self.engine._table
+        held = [
+            block
+            for row in range(table.slots.num_slots)
+            for block in table.block_tables[row, : table.num_blocks[row]].tolist()
+        ]
+        holders = table.blocks.num_holders
+        assert len(set(held)) == len(held), "a block is held twice"
+        assert 0 not in held, "the padding block is held"
+        assert sorted(held) == np.flatnonzero(holders).tolist()
+        assert holders.max(initial=0) <= 1
+        assert table.blocks.num_free + len(held) == table.blocks.num_usable
+        running = [row for row, sequence in enumerate(table.sequences) if sequence is not None]
+        assert np.flatnonzero(table.sequence_ids >= 0).tolist() == running
+        num_retiring = len(table._retiring)
+        assert table.slots.num_free + len(running) + num_retiring == table.slots.num_usable
+        for row in running:
+            sequence = table.sequences[row]
+            assert sequence is not None
+            assert sequence.num_tokens == table.num_tokens[row]
+            assert table.num_scheduled[row] <= table.num_tokens[row] <= table.length_limits[row]
+            assert table.num_scheduled[row] <= table.num_blocks[row] * table.block_size
+        status = self.engine.status()
+        assert status.num_running == len(running)
+        assert status.num_waiting + len(running) == len(self._requests) - len(self.reasons)
+        for plan in self.device.in_flight:
+            used = plan.block_tables[plan.block_tables > 0]
+            assert holders[used].all(), f"step {plan.step_index} in flight uses a free block"
+            assert not set(plan.slots.tolist()) & set(table.slots._free)
+
+    def _take(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            name = delta.request_id
+            assert name not in self.reasons, f"{name} goes on after its end"
+            assert delta.num_prompt_tokens == len(self._requests[name].prompt_token_ids)
+            self.outputs[name].extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.reasons[name] = delta.finish_reason
+
+    def _check_output(self, name: str, reason: FinishReason) -> None:
+        output, expected = self.outputs[name], self.expected[name]
+        if reason is FinishReason.ABORT:
+            assert output == expected[: len(output)], name
+            assert len(output) < len(expected), f"{name} was over before it was aborted"
+            return
+        assert output == expected, name
+        sampling = self._requests[name].sampling
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        assert (reason is FinishReason.STOP) == (output[-1] in stops), name
+
+
+def make_limits(
+    num_blocks: int = 65,
+    num_slots: int = 5,
+    context_max: int = 64,
+    waiting_max: int = 100,
+    in_flight_max: int = 1,
+) -> EngineLimits:
+    """Limits with blocks of four tokens."""
+    return EngineLimits(
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        context_max=context_max,
+        vocab_size=VOCAB_SIZE,
+        eos_token_id=EOS,
+        waiting_max=waiting_max,
+        block_size=4,
+        in_flight_max=in_flight_max,
+    )
+
+
+def make_buckets(prefill: list[tuple[int, ...]], decode: list[tuple[int, ...]]) -> BucketTable:
+    """Buckets from (rows, tokens, blocks)."""
+    return BucketTable(
+        {
+            StepKind.PREFILL: [Bucket(*sizes) for sizes in prefill],
+            StepKind.DECODE: [Bucket(*sizes) for sizes in decode],
+        }
+    )
+
+
+BUCKETS = make_buckets(
+    prefill=[(4, 8, 16), (4, 16, 16)], decode=[(1, 1, 16), (2, 2, 16), (4, 4, 16)]
+)
