@@ -1,0 +1,267 @@
+"""`python -m serving [run | generate]`: the only place where flags and process settings enter.
+
+`run`, the default, serves HTTP until SIGINT or SIGTERM: then readiness goes off, running requests
+finish within a time limit, and the process exits 0; a second signal ends it at once. What is
+wrong with the input is one line on stderr and exit code 2.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serving.config import ServingConfig, load_config
+from sharding.config_file import ConfigError, override, override_from_text
+
+if TYPE_CHECKING:
+    from serving.loading import LoadedModel
+
+EXIT_BAD_INPUT = 2
+COMMANDS = ("run", "generate")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in COMMANDS:
+        given.insert(0, "run")
+    options = _parser().parse_args(given)
+    try:
+        config = _config_of(options)
+        _set_process_up()
+        if options.command == "generate":
+            return _generate(config, options)
+        return _serve(config)
+    except ConfigError as error:
+        print(f"serving: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m serving")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser(
+        "run",
+        prog="python -m serving [run]",
+        description="Serves a DeepSeek-V4.1-Flash checkpoint over HTTP until stopped.",
+        epilog="Another command: python -m serving generate --help (offline generation).",
+    )
+    run.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    run.add_argument("--port", type=int, help="port to listen on (default 8000; 0: a free one)")
+    generate = commands.add_parser(
+        "generate", description="Generates for the prompts of a file, without a server."
+    )
+    generate.add_argument("--prompts", type=Path, required=True, help="JSON Lines file to read")
+    generate.add_argument("--out", type=Path, required=True, help="JSON Lines file to write")
+    for command in (run, generate):
+        command.add_argument("--model", metavar="DIR", help="checkpoint directory")
+        command.add_argument(
+            "--cache-format", choices=("kvq", "noq"), help="KV cache quantised (default) or not"
+        )
+        command.add_argument("--config", metavar="FILE", help="TOML file with serving options")
+        command.add_argument(
+            "--set",
+            metavar="KEY=VALUE",
+            action="append",
+            default=[],
+            help="change one option of the configuration, such as engine.max_context=8192",
+        )
+    return parser
+
+
+def _config_of(options: argparse.Namespace) -> ServingConfig:
+    config = override_from_text(load_config(options.config), options.set)
+    flags: dict[str, Any] = {
+        "model.path": options.model,
+        "model.cache_format": options.cache_format,
+        "server.host": getattr(options, "host", None),
+        "server.port": getattr(options, "port", None),
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    return override(config, given, source="command line")
+
+
+def _set_process_up() -> None:
+    """Settings of the whole process; before jax is imported, which reads some of them."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    cache_home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache_dir = Path(cache_home) / "deepinfer-jax" / "compiled"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_dir))
+    # Every shape is worth keeping: all of them are needed at each start.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _load(config: ServingConfig) -> "LoadedModel":
+    from serving.loading import load_model
+
+    model = load_model(config, _say)
+    # What start-up made lives as long as the process; the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    return model
+
+
+def _generate(config: ServingConfig, options: argparse.Namespace) -> int:
+    from serving.offline import LLM, RowError, read_rows, write_rows
+
+    if not options.out.parent.is_dir():
+        raise ConfigError(f"{options.out.parent}: no such directory; --out is to be written there")
+    try:
+        rows = read_rows(options.prompts)
+        llm = LLM.of_model(config, _load(config))
+        outputs = llm.generate_rows(rows, source=str(options.prompts), progress=True)
+    except RowError as error:
+        raise ConfigError(str(error)) from None
+    write_rows(options.out, outputs)
+    return 0
+
+
+def _serve(config: ServingConfig) -> int:
+    # The port is taken before the model is loaded, so that a port in use shows at once.
+    listener = _bind(config.server.host, config.server.port)
+    with listener:
+        _say(f"Loading {config.model.directory} ({config.model.cache_format} cache)")
+        model = _load(config)
+        return asyncio.run(_serve_model(config, model, listener))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_listen_problem(host, port, error)) from None
+    return listener
+
+
+def _listen_problem(host: str, port: int, error: OSError) -> str:
+    return f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+
+
+async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: socket.socket) -> int:
+    """Serves until a signal has come and running requests have finished."""
+    from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
+    from serving.frontend.app import make_app
+    from serving.frontend.gateway import Gateway
+    from serving.frontend.protocols import ServedModel
+    from serving.observe import ServiceMetrics
+    from serving.transport.driver import Driver, SystemClock
+
+    clock = SystemClock()
+    gateway = Gateway(
+        FRONTEND, MESH_WORKER, clock, ServiceMetrics(), config.server.backlog_tokens_max
+    )
+    environment = Environment(clock, random.Random(), model.executor)
+    cluster = build(config, model.facts, environment, gateway)
+    served = ServedModel(
+        name=config.model.served_name,
+        codec=model.codec,
+        vocab_size=model.facts.vocab_size,
+        context_max=config.engine.max_context,
+        eos_token_id=model.facts.eos_token_id,
+    )
+    app = make_app(gateway, served, config.server, clock)
+    async with Driver(cluster.nodes, cluster.executors) as driver:
+        gateway.flush = driver.perform
+        await _serve_app(app, gateway, config, listener)
+    return 0
+
+
+async def _serve_app(
+    app: Any,  # noqa: ANN401
+    gateway: Any,  # noqa: ANN401
+    config: ServingConfig,
+    listener: socket.socket,
+) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """uvicorn, with signals and the start-up message being ours."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            _say(_ready_message(config, listener))
+
+    options = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=75,
+    )
+    server = Server(options)
+    with _stop_on_signal(server, gateway, config.server.drain_s):
+        try:
+            await server.serve(sockets=[listener])
+        except OSError as error:
+            # Another process bound the port as well and was first to listen.
+            host, port = config.server.host, config.server.port
+            raise ConfigError(_listen_problem(host, port, error)) from None
+
+
+@contextlib.contextmanager
+def _stop_on_signal(server: Any, gateway: Any, drain_s: float) -> Iterator[None]:  # noqa: ANN401
+    """The first SIGINT or SIGTERM drains and stops the server; the second ends the process."""
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        await gateway.drain(drain_s)
+        server.should_exit = True
+
+    def stop(number: int) -> None:
+        if draining:
+            os._exit(128 + number)
+        _say(f"Stopping: running requests have {drain_s:g} s to finish")
+        draining.append(loop.create_task(drain()))
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _ready_message(config: ServingConfig, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{shown}:{port}"
+    name = config.model.served_name
+    message = '{"role": "user", "content": "Hello"}'
+    body = f'{{"model": "{name}", "max_tokens": 32, "messages": [{message}]}}'
+    return (
+        f"Model   {name} from {config.model.directory}\n"
+        f"Serving {url}/v1\n"
+        f"Try     curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

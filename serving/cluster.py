@@ -1,0 +1,121 @@
+"""Configuration and environment in, wired nodes out.
+
+Everything that differs between a real deployment, a test and a simulation is in the `Environment`:
+the clock, the source of randomness and the executor. Nothing below knows which one it runs in.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serving.clock import Clock, ns_of_s
+from serving.config import EngineOptions, ServingConfig
+from serving.core.blocks import BLOCK_SIZE
+from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.engine.engine import Engine, EngineLimits, Executor
+from serving.nodes.mesh_worker import MeshWorker
+from serving.nodes.node import Node, NodeId
+from sharding.config_file import ConfigError
+
+MESH_WORKER = NodeId("mesh_worker", "0")
+FRONTEND = NodeId("frontend", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The numbers of the model that serving depends on."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What is given from outside."""
+
+    clock: Clock
+    random_source: random.Random
+    executor: Executor
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The nodes of this process, and the executors of those that have one."""
+
+    nodes: list[Node]
+    executors: Mapping[NodeId, Executor]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What has to be compiled and allocated on the device before the first request."""
+
+    buckets: BucketTable
+    num_blocks: int
+    num_slots: int
+
+
+def plan_capacity(options: EngineOptions) -> Capacity:
+    """The shapes and pools that the options ask for.
+
+    Raises:
+        ConfigError: a context of no whole number of blocks, or a pool too small for one request.
+    """
+    num_context_blocks, rest = divmod(options.max_context, BLOCK_SIZE)
+    if rest:
+        raise ConfigError(
+            f"engine.max_context is {options.max_context}; expected a multiple of {BLOCK_SIZE}"
+        )
+    if options.num_blocks <= num_context_blocks:
+        raise ConfigError(
+            f"engine.num_blocks is {options.num_blocks}; expected at least "
+            f"{num_context_blocks + 1}: the reserved block and those of one request of "
+            f"{options.max_context} tokens"
+        )
+    prefill = [
+        Bucket(min(options.prefill_rows, num_tokens), num_tokens, num_context_blocks)
+        for num_tokens in options.prefill_tokens
+    ]
+    decode = [Bucket(num_rows, num_rows, num_context_blocks) for num_rows in options.decode_rows]
+    return Capacity(
+        BucketTable({StepKind.PREFILL: prefill, StepKind.DECODE: decode}),
+        options.num_blocks,
+        options.decode_rows[-1] + 1,
+    )
+
+
+def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random.Random) -> Engine:
+    """The engine that the options ask for.
+
+    Raises:
+        ConfigError: the options do not fit together, or not with the model.
+    """
+    if options.max_context > facts.max_position_embeddings:
+        raise ConfigError(
+            f"engine.max_context is {options.max_context}; expected at most "
+            f"{facts.max_position_embeddings}, the longest context of the model"
+        )
+    capacity = plan_capacity(options)
+    limits = EngineLimits(
+        num_blocks=capacity.num_blocks,
+        num_slots=capacity.num_slots,
+        context_max=options.max_context,
+        vocab_size=facts.vocab_size,
+        eos_token_id=facts.eos_token_id,
+        waiting_max=options.waiting_max,
+    )
+    return Engine(limits, capacity.buckets, random_source)
+
+
+def build(
+    config: ServingConfig, facts: ModelFacts, environment: Environment, frontend: Node
+) -> Cluster:
+    """One mesh worker that plays every role, with `frontend` in front of it.
+
+    Raises:
+        ConfigError: the configuration does not fit the model.
+    """
+    engine = make_engine(config.engine, facts, environment.random_source)
+    worker = MeshWorker(MESH_WORKER, engine, ns_of_s(config.engine.step_timeout_s))
+    return Cluster([worker, frontend], {MESH_WORKER: environment.executor})

@@ -1,0 +1,127 @@
+"""The serving configuration: one frozen dataclass per table of the TOML file.
+
+Every field has a default, so a file states only what it changes; `configs/embedded.toml` spells
+all of them out. Command line flags arrive through `sharding.config_file.override`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sharding.config_file import load
+
+CONFIGS_DIR = Path(__file__).parent / "configs"
+DEFAULT_CONFIG = CONFIGS_DIR / "embedded.toml"
+DEFAULT_MODEL_DIR = Path(__file__).parents[1] / "tests" / "golden" / "tiny-v41"
+"""The small checkpoint that the repository carries, in the real on-disk layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model is served.
+
+    `path` is a checkpoint directory; empty means the small one of this repository. `name` is what
+    clients call the model; empty means the directory's name. `cache_format` is `kvq` (cache
+    quantised as the model was trained for) or `noq` (cache kept at full precision).
+    """
+
+    path: str = ""
+    name: str = ""
+    cache_format: Literal["kvq", "noq"] = "kvq"
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint directory in effect."""
+        return Path(self.path).expanduser() if self.path else DEFAULT_MODEL_DIR
+
+    @property
+    def served_name(self) -> str:
+        """The model name that requests must give."""
+        return self.name or self.directory.resolve().name
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where and how HTTP is served.
+
+    `drain_s`: how long running requests may take to finish after a stop signal.
+    `body_bytes_max`: larger request bodies are refused.
+    `prompts_max`: prompts in one completions request.
+    `backlog_tokens_max`: tokens that may wait for a slow reader before its request is aborted.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: float = 30.0
+    body_bytes_max: int = 16 * 2**20
+    prompts_max: int = 64
+    backlog_tokens_max: int = 4096
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0 picks a free one)")
+        _check(self.drain_s >= 0, "drain_s", self.drain_s, "0 or more seconds")
+        for name in ("body_bytes_max", "prompts_max", "backlog_tokens_max"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Sizes of the engine; each listed step size is one compiled shape.
+
+    `max_context`: prompt plus generated tokens of one request; whole blocks.
+    `num_blocks`: KV blocks in the pool, the reserved one included.
+    `prefill_tokens`: prompt tokens in one prefill step, ascending.
+    `prefill_rows`: prompts that may share one prefill step.
+    `decode_rows`: sequences in one decode step, ascending; the last is how many run at once.
+    `waiting_max`: requests that may wait for room; more are refused.
+    `step_timeout_s`: a step that takes longer means that the device is lost.
+    """
+
+    max_context: int = 4096
+    num_blocks: int = 513
+    prefill_tokens: tuple[int, ...] = (64, 512)
+    prefill_rows: int = 8
+    decode_rows: tuple[int, ...] = (1, 8, 32)
+    waiting_max: int = 512
+    step_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_tokens", "decode_rows"):
+            sizes = getattr(self, name)
+            _check(
+                bool(sizes) and sizes[0] >= 1 and list(sizes) == sorted(set(sizes)),
+                name,
+                list(sizes),
+                "positive sizes in ascending order, at least one",
+            )
+        for name in ("max_context", "prefill_rows", "waiting_max"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ServingConfig:
+    """Everything a server or an offline run needs to know.
+
+    `sharding` names a mesh plan: a file of `sharding/configs` without its ending, or a path.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    server: ServerOptions = field(default_factory=ServerOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    sharding: str = "single"
+
+
+def load_config(path: str | Path | None = None) -> ServingConfig:
+    """Reads a serving configuration; None reads the embedded default.
+
+    Raises:
+        sharding.config_file.ConfigError: the file cannot be read, or holds an unknown key or an
+            unusable value.
+    """
+    return load(path or DEFAULT_CONFIG, ServingConfig)
+
+
+def _check(is_good: bool, name: str, received: object, expected: str) -> None:
+    if not is_good:
+        raise ValueError(f"{name}: received {received}; expected {expected}")

@@ -1,0 +1,1 @@
+"""HTTP in front of the nodes. May import transport, nodes, core, observe, config and clock."""

@@ -1,0 +1,211 @@
+"""The completions dialect: raw prompts, as text or token ids, one or many in a call."""
+
+from typing import Any
+
+import msgspec
+
+from serving.clock import Clock
+from serving.core.request import FinishReason, Request
+from serving.frontend import fields
+from serving.frontend.errors import bad_request, decode_body
+from serving.frontend.gateway import Update
+from serving.frontend.protocols import (
+    ServedModel,
+    event,
+    new_request_id,
+    usage,
+    visible_tokens,
+)
+from serving.frontend.text import PlainDecoder
+
+DEFAULT_MAX_TOKENS = 16
+"""What the public protocol fixes for calls that do not say."""
+
+
+class CompletionCall:
+    """A Completions call with one or several prompts; each prompt is one engine request.
+
+    Raises:
+        ApiError: 400, the body is not acceptable.
+    """
+
+    def __init__(self, raw: bytes, model: ServedModel, clock: Clock, prompts_max: int) -> None:
+        body = decode_body(raw)
+        _check_model(body, model)
+        fields.refuse_unsupported(body)
+        self.is_streamed = fields.boolean(body, "stream")
+        self._includes_usage = fields.include_usage(body, self.is_streamed)
+        self._model = model
+        self._created = clock.unix_s()
+        self._id = new_request_id("cmpl")
+        now_ns, seed = clock.now_ns(), fields.integer(body, "seed")
+        self.requests: list[Request] = []
+        prompts = _prompts(body, model, prompts_max)
+        for index, prompt in enumerate(prompts):
+            sampling = fields.sampling_params(
+                body,
+                max_tokens=_max_tokens(body, len(prompt), model),
+                vocab_size=model.vocab_size,
+                seed=seed,
+            )
+            self.requests.append(Request(f"{self._id}-{index}", prompt, sampling, now_ns))
+        stop = fields.stop_strings(body)
+        echoes = fields.boolean(body, "echo")
+        self._texts = [_Text(model, prompt, stop, echoes) for prompt in prompts]
+
+    def opening(self) -> bytes:
+        """Nothing: this dialect has no roles."""
+        return b""
+
+    def feed(self, update: Update) -> bytes:
+        """Decodes the tokens of one update."""
+        text = self._texts[update.index]
+        if text.finish_reason is not None:
+            return b""
+        sampling = self.requests[update.index].sampling
+        new = text.take(update, visible_tokens(update, sampling, self._model.eos_token_id))
+        if not self.is_streamed or (not new and text.finish_reason is None):
+            return b""
+        return self._chunk([_choice(update.index, new, text.finish_reason)])
+
+    def is_over(self, index: int) -> bool:
+        """Whether the text of a prompt has ended."""
+        return self._texts[index].finish_reason is not None
+
+    def closing(self) -> bytes:
+        """The chunk with the usage, where it is wanted."""
+        return self._chunk([], self._usage()) if self._includes_usage else b""
+
+    def answer(self) -> bytes:
+        """The `text_completion` object."""
+        choices = [
+            _choice(index, text.text, text.finish_reason) for index, text in enumerate(self._texts)
+        ]
+        return msgspec.json.encode(self._object(choices) | {"usage": self._usage()})
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model.name,
+            "choices": choices,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        chunk = self._object(choices)
+        if self._includes_usage:
+            chunk["usage"] = usage
+        return event(msgspec.json.encode(chunk))
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(
+            sum(len(request.prompt_token_ids) for request in self.requests),
+            sum(text.num_generated for text in self._texts),
+            sum(text.num_cached for text in self._texts),
+        )
+
+
+class _Text:
+    """The text of one prompt's completion so far."""
+
+    def __init__(
+        self, model: ServedModel, prompt: tuple[int, ...], stop: tuple[str, ...], echoes: bool
+    ) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.num_generated = 0
+        self.num_cached = 0
+        self._decoder = PlainDecoder(model.codec, stop)
+        self._unsent = model.codec.decode(prompt) if echoes else ""
+
+    def take(self, update: Update, visible: list[int]) -> str:
+        """Adds an update; returns the text that it made certain."""
+        self.num_generated += len(update.token_ids)
+        self.num_cached = update.num_cached_tokens
+        new, self._unsent = self._unsent, ""
+        text, is_stopped = self._decoder.push(visible)
+        new += text
+        if is_stopped:
+            self.finish_reason = "stop"
+        elif update.finish_reason is not None:
+            new += self._decoder.finish()
+            is_length = update.finish_reason is FinishReason.LENGTH
+            self.finish_reason = "length" if is_length else "stop"
+        self.text += new
+        return new
+
+
+def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _check_model(body: dict[str, Any], model: ServedModel) -> None:
+    name = body.get("model")
+    if not isinstance(name, str):
+        raise bad_request(f"model is {name!r}; expected {model.name!r}", "model")
+    if name != model.name:
+        raise bad_request(
+            f"The model {name!r} does not exist; expected {model.name!r}",
+            "model",
+            "model_not_found",
+        )
+
+
+def _prompts(body: dict[str, Any], model: ServedModel, prompts_max: int) -> list[tuple[int, ...]]:
+    """The token ids of each prompt."""
+    value = body.get("prompt")
+    expected = "expected text, token ids, or a list of either"
+    if isinstance(value, str) or (
+        isinstance(value, list) and value and not isinstance(value[0], str | list)
+    ):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise bad_request(f"prompt is missing or empty; {expected}", "prompt")
+    if len(value) > prompts_max:
+        raise bad_request(f"{len(value)} prompts; expected at most {prompts_max}", "prompt")
+    return [_prompt(item, model, expected) for item in value]
+
+
+def _prompt(value: object, model: ServedModel, expected: str) -> tuple[int, ...]:
+    if isinstance(value, str):
+        try:
+            prompt = model.codec.encode_text(value)
+        except ValueError as error:
+            raise bad_request(f"prompt cannot be encoded: {error}", "prompt") from None
+    elif isinstance(value, list):
+        for index, token in enumerate(value):
+            if not fields.is_token_id(token, model.vocab_size):
+                raise bad_request(
+                    f"token {index} of the prompt is {token!r}; expected an id from 0 to "
+                    f"{model.vocab_size - 1}",
+                    "prompt",
+                )
+        prompt = tuple(value)
+    else:
+        raise bad_request(f"prompt holds {value!r}; {expected}", "prompt")
+    if not prompt:
+        raise bad_request("prompt has no tokens; expected at least one", "prompt")
+    return prompt
+
+
+def _max_tokens(body: dict[str, Any], num_prompt_tokens: int, model: ServedModel) -> int:
+    """The limit of generated tokens, checked against the room that the prompt leaves."""
+    left = model.context_max - num_prompt_tokens
+    if left < 1:
+        raise bad_request(
+            f"The prompt has {num_prompt_tokens} tokens; the context of {model.context_max} needs "
+            "room for one more",
+            "prompt",
+            "context_length_exceeded",
+        )
+    wanted = fields.integer(body, "max_tokens")
+    if wanted is None:
+        return min(DEFAULT_MAX_TOKENS, left)
+    if not 1 <= wanted <= left:
+        raise bad_request(
+            f"max_tokens is {wanted}; expected 1 to {left}: the context holds "
+            f"{model.context_max} tokens and the prompt has {num_prompt_tokens}",
+            "max_tokens",
+        )
+    return wanted

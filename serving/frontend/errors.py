@@ -1,0 +1,165 @@
+"""Errors as clients see them: a status code and an OpenAI-shaped body.
+
+deepseek-recipe reports bad input through several exception types, mostly without the name of the
+field at fault. This module turns each of them into one `ApiError`, naming the field where the
+message or the request itself gives it away.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import deepseek_recipe
+import msgspec
+
+from serving.core.request import RequestError
+
+
+class ApiError(Exception):
+    """An answer other than success. `param` is the request field at fault, where known."""
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The JSON object `{"error": {...}}`."""
+        return msgspec.json.encode({"error": self.fields()})
+
+    def fields(self) -> dict[str, Any]:
+        """What stands under `error`."""
+        kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        if self.status >= 500:
+            kind = "server_error"
+        return {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+
+
+def bad_request(detail: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400."""
+    return ApiError(400, detail, param, code=code)
+
+
+def unavailable(detail: str) -> ApiError:
+    """A 503: the service cannot take requests now."""
+    return ApiError(503, detail, code="unavailable", retry_after_s=5)
+
+
+def decode_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object in a request body.
+
+    Raises:
+        ApiError: 400, it is not JSON or not an object.
+    """
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise bad_request(f"The body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise bad_request("The body is JSON but not an object; expected {...} with the request")
+    return body
+
+
+@contextmanager
+def recipe_errors(body: Mapping[str, Any]) -> Iterator[None]:
+    """Turns what deepseek-recipe raises for the request `body` into an `ApiError`."""
+    try:
+        yield
+    except deepseek_recipe.ConversionError as error:
+        raise _of_conversion(error) from None
+    except RequestError as error:
+        raise bad_request(str(error), error.param) from None
+    except RuntimeError as error:
+        raise _of_rendering(str(error)) from None
+    except (ValueError, OverflowError, TypeError) as error:
+        # UnicodeEncodeError, for lone surrogates, is a ValueError too.
+        raise bad_request(str(error), _mistyped_field(body) or _named_field(str(error))) from None
+
+
+def _of_conversion(error: deepseek_recipe.ConversionError) -> ApiError:
+    fields: dict[str, Any] = {}
+    with suppress(msgspec.DecodeError, AttributeError):
+        fields = msgspec.json.decode(error.body).get("error", {})
+    detail = str(fields.get("message") or error)
+    code = fields.get("code")
+    if "context length" in detail or "maximum context" in detail:
+        return bad_request(detail, "messages", "context_length_exceeded")
+    if "model names are" in detail:
+        return bad_request(detail, "model", "model_not_found")
+    return ApiError(error.status_code, detail, _named_field(detail), code=code)
+
+
+def _of_rendering(detail: str) -> ApiError:
+    """The prompt needs a special token that this model's tokenizer does not have."""
+    match = re.search(r'special token "([^"]+)"', detail)
+    if match is None:
+        return bad_request(detail, "messages")
+    token = match.group(1)
+    if "DSML" in token:
+        return bad_request(f"This model does not support tools: it has no {token} token", "tools")
+    if "image" in token:
+        return bad_request(f"This model does not take images: it has no {token} token", "messages")
+    return bad_request(f"This model's tokenizer has no {token} token", "messages")
+
+
+_INTEGER, _NUMBER = (int,), (int, float)
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "messages": (list,),
+    "max_tokens": _INTEGER,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "seed": _INTEGER,
+    "n": _INTEGER,
+    "top_logprobs": _INTEGER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "logprobs": (bool,),
+    "stream": (bool,),
+    "stop": (str, list),
+    "tools": (list,),
+    "tool_choice": (str, dict),
+    "response_format": (dict,),
+    "stream_options": (dict,),
+    "thinking": (dict,),
+    "reasoning_effort": (str,),
+}
+_REQUIRED = ("model", "messages")
+_UNSIGNED_MAX = {"max_tokens": 2**32 - 1, "seed": 2**64 - 1}
+
+
+def _mistyped_field(body: Mapping[str, Any]) -> str | None:
+    """The first field whose value cannot be of the type that the protocol gives it."""
+    for name in _REQUIRED:
+        if body.get(name) is None:
+            return name
+    for name, types in _FIELD_TYPES.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        is_bool = isinstance(value, bool) and bool not in types
+        if is_bool or not isinstance(value, types):
+            return name
+        if name in _UNSIGNED_MAX and not 0 <= value <= _UNSIGNED_MAX[name]:
+            return name
+    return None
+
+
+def _named_field(detail: str) -> str | None:
+    """The field that a message speaks of, by the first word in it that is a field's name."""
+    for word in re.findall(r"[a-z_]+", detail.lower()):
+        if word in _FIELD_TYPES and word != "model":
+            return word
+    return None

@@ -1,0 +1,293 @@
+"""The frontend as a node: turns calls of HTTP tasks into messages, and messages into streams.
+
+One `TokenStream` belongs to one HTTP call and carries the requests of that call (several when a
+completions call has several prompts). Deltas that arrive while the reader is busy are merged, so
+a reader gets everything that happened since its last look in one piece. What waits for a reader
+is bounded: a reader that falls too far behind is cut off and its requests are aborted.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from serving.clock import Clock, s_of_ns
+from serving.core.request import FinishReason, Request, TokenDelta
+from serving.frontend.errors import ApiError, bad_request, unavailable
+from serving.nodes import messages
+from serving.nodes.messages import Message, RefusalReason
+from serving.nodes.node import NodeId, Outbox
+from serving.observe import ServiceMetrics
+
+ADMISSION_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True)
+class Update:
+    """What happened to the call's request number `index` since the reader's last look."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class TokenStream:
+    """The answers to the requests of one HTTP call. Made by `Gateway.open`."""
+
+    def __init__(self, gateway: "Gateway", requests: Sequence[Request]) -> None:
+        self._gateway = gateway
+        self._requests = requests
+        self._pending: dict[int, Update] = {}
+        self._num_pending_tokens = 0
+        self._num_admitted = 0
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.on_cut_off: Callable[[], object] | None = None
+
+    async def admitted(self) -> None:
+        """Waits until every request is queued.
+
+        Raises:
+            ApiError: one was refused, or nobody answered in time.
+        """
+        try:
+            async with asyncio.timeout(ADMISSION_TIMEOUT_S):
+                while self._num_admitted < len(self._requests):
+                    self._raise_error()
+                    await self._wait()
+        except TimeoutError:
+            raise unavailable("No worker answered in time") from None
+        self._raise_error()
+
+    async def next(self) -> list[Update]:
+        """What happened since the last call, one entry per request concerned; waits for news.
+
+        Raises:
+            ApiError: the requests ended by a fault of the service.
+        """
+        while not self._pending:
+            self._raise_error()
+            await self._wait()
+        updates = list(self._pending.values())
+        self._pending.clear()
+        self._num_pending_tokens = 0
+        return updates
+
+    def end(self, index: int) -> None:
+        """The caller needs no more of request `index`, a stop string having ended its text."""
+        self._gateway.release(self._requests[index].request_id, FinishReason.STOP)
+
+    def close(self) -> None:
+        """The caller is done; whatever still runs is aborted. May be called twice."""
+        for request in self._requests:
+            self._gateway.release(request.request_id, FinishReason.ABORT)
+
+    def put(self, index: int, delta: TokenDelta, backlog_max: int) -> bool:
+        """Adds a delta; False when the reader has fallen too far behind."""
+        update = self._pending.get(index)
+        if update is None:
+            update = self._pending[index] = Update(index, [])
+        update.token_ids.extend(delta.token_ids)
+        update.finish_reason = delta.finish_reason
+        update.num_cached_tokens = delta.num_cached_tokens
+        self._num_pending_tokens += len(delta.token_ids)
+        self._wake()
+        return self._num_pending_tokens <= backlog_max
+
+    def admit_one(self) -> None:
+        """Counts one queued request."""
+        self._num_admitted += 1
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the stream with `error` after what is already pending."""
+        self._error = self._error or error
+        self._wake()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way, with what its latencies are measured from."""
+
+    request: Request
+    stream: TokenStream
+    index: int
+    last_token_ns: int | None = None
+
+
+class Gateway:
+    """The frontend node.
+
+    Args:
+        worker: where requests go.
+        flush: performs this node's effects; called after every call that is no message.
+        backlog_tokens_max: tokens that may wait for one reader.
+    """
+
+    def __init__(
+        self,
+        node_id: NodeId,
+        worker: NodeId,
+        clock: Clock,
+        metrics: ServiceMetrics,
+        backlog_tokens_max: int,
+    ) -> None:
+        self.node_id = node_id
+        self.outbox = Outbox()
+        self.metrics = metrics
+        self.flush: Callable[[NodeId], None] = lambda _: None
+        self.is_draining = False
+        self._worker = worker
+        self._clock = clock
+        self._backlog_tokens_max = backlog_tokens_max
+        self._open: dict[str, _Open] = {}
+        self._queries: dict[int, asyncio.Future[messages.WorkerStatus]] = {}
+        self._num_queries = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self, requests: Sequence[Request]) -> TokenStream:
+        """Submits the requests of one call.
+
+        Raises:
+            ApiError: 503, the server is draining.
+        """
+        if self.is_draining:
+            raise unavailable("The server is shutting down")
+        stream = TokenStream(self, requests)
+        self._idle.clear()
+        for index, request in enumerate(requests):
+            self._open[request.request_id] = _Open(request, stream, index)
+            self.outbox.send(self._worker, messages.Submit(request))
+        self.flush(self.node_id)
+        return stream
+
+    def release(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a request that nobody reads any more; no effect on one that has ended."""
+        entry = self._forget(request_id, reason.value)
+        if entry is not None:
+            self.outbox.send(self._worker, messages.Abort(request_id))
+            self.flush(self.node_id)
+
+    async def status(self) -> messages.WorkerStatus | None:
+        """The worker's gauges, None when it does not answer in time."""
+        self._num_queries += 1
+        query_id = self._num_queries
+        future = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = future
+        self.outbox.send(self._worker, messages.QueryStatus(query_id))
+        self.flush(self.node_id)
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            del self._queries[query_id]
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no more requests and waits for those under way; ends the rest at the limit."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for request_id, entry in list(self._open.items()):
+                entry.stream.fail(unavailable("The server shut down before the answer ended"))
+                self.release(request_id, FinishReason.ABORT)
+
+    def on_message(self, source: NodeId, message: Message) -> None:
+        """Takes one message; those for requests that have ended are ignored."""
+        match message:
+            case messages.Tokens(deltas):
+                now_ns = self._clock.now_ns()
+                for delta in deltas:
+                    self._on_delta(delta, now_ns)
+            case messages.Admitted(request_id):
+                entry = self._open.get(request_id)
+                if entry is not None:
+                    self.metrics.num_requests += 1
+                    entry.stream.admit_one()
+            case messages.Refused(request_id, reason, detail, param):
+                entry = self._forget(request_id, None)
+                if entry is not None:
+                    self.metrics.num_refused += 1
+                    entry.stream.fail(_error_of_refusal(reason, detail, param))
+            case messages.Failed(request_id, detail):
+                entry = self._forget(request_id, FinishReason.ERROR.value)
+                if entry is not None:
+                    entry.stream.fail(ApiError(500, f"The engine failed: {detail}"))
+            case messages.WorkerStatus(query_id):
+                future = self._queries.get(query_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case _:
+                pass
+
+    def on_timer(self, name: str) -> None:
+        """This node sets no timers: its waits are those of HTTP tasks, which have their own."""
+
+    def _on_delta(self, delta: TokenDelta, now_ns: int) -> None:
+        entry = self._open.get(delta.request_id)
+        if entry is None:
+            return
+        self._measure(entry, delta, now_ns)
+        if delta.finish_reason is not None:
+            self._forget(delta.request_id, delta.finish_reason.value)
+        if not entry.stream.put(entry.index, delta, self._backlog_tokens_max):
+            entry.stream.fail(
+                ApiError(500, f"More than {self._backlog_tokens_max} tokens waited for the reader")
+            )
+            entry.stream.close()
+            if entry.stream.on_cut_off is not None:
+                entry.stream.on_cut_off()
+
+    def _measure(self, entry: _Open, delta: TokenDelta, now_ns: int) -> None:
+        metrics = self.metrics
+        num_tokens = len(delta.token_ids)
+        if num_tokens:
+            metrics.num_generated_tokens += num_tokens
+            if entry.last_token_ns is None:
+                metrics.first_token_s.observe(s_of_ns(now_ns - entry.request.arrival_ns))
+                metrics.num_prompt_tokens += len(entry.request.prompt_token_ids)
+                metrics.num_cached_tokens += delta.num_cached_tokens
+            else:
+                gap_s = s_of_ns(now_ns - entry.last_token_ns)
+                metrics.inter_token_s.observe(gap_s / num_tokens, num_tokens)
+            entry.last_token_ns = now_ns
+
+    def _forget(self, request_id: str, reason: str | None) -> _Open | None:
+        entry = self._open.pop(request_id, None)
+        if entry is not None and reason is not None:
+            self.metrics.add_finished(reason)
+            duration_ns = self._clock.now_ns() - entry.request.arrival_ns
+            self.metrics.request_s.observe(s_of_ns(duration_ns))
+        if not self._open:
+            self._idle.set()
+        return entry
+
+
+def _error_of_refusal(reason: RefusalReason, detail: str, param: str | None) -> ApiError:
+    match reason:
+        case RefusalReason.INVALID:
+            return bad_request(detail, param)
+        case RefusalReason.BUSY:
+            return ApiError(429, detail, code="queue_full", retry_after_s=1)
+        case RefusalReason.UNAVAILABLE:
+            return unavailable(detail)

@@ -1,0 +1,127 @@
+"""Text to token ids and back, with the checkpoint's own tokenizer."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe as recipe
+
+from sharding.config_file import ConfigError
+
+# Names that no vocabulary holds, so that the parser finds no reasoning and no tool call in
+# completions: their text is passed on as it is.
+_NO_MARKERS = recipe.SpecialTokens(
+    thinking_start="\x00thinking", thinking_end="\x00/thinking", dsml="\x00dsml"
+)
+
+
+class TextCodec:
+    """Encodes prompts and decodes answers. Safe to use from several threads.
+
+    Attributes:
+        tokenizer: deepseek-recipe's tokenizer, for the stream parsers.
+    """
+
+    def __init__(self, tokenizer: recipe.Tokenizer, bos_token: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._bos_token = bos_token
+        self._encoding = recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
+        self._newline = tokenizer.encode("\n")
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "TextCodec":
+        """Reads `tokenizer.json`, and `tokenizer_config.json` where there is one.
+
+        Raises:
+            ConfigError: a file is missing where it must not be, or is damaged.
+        """
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file; a checkpoint directory has a tokenizer.json")
+        try:
+            tokenizer = recipe.Tokenizer.from_file(str(path))
+        except RuntimeError as error:
+            raise ConfigError(f"{path}: not a tokenizer: {error}") from None
+        return cls(tokenizer, _bos_of(model_dir / "tokenizer_config.json"))
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """A raw prompt; special tokens spelled in it count as such, as completions need it.
+
+        The begin-of-sentence token is put in front when the tokenizer's configuration says so.
+
+        Raises:
+            ValueError: the text holds half of a surrogate pair.
+        """
+        if self._bos_token and not text.startswith(self._bos_token):
+            text = self._bos_token + text
+        return tuple(self.tokenizer.encode(text))
+
+    def encode_chat(self, conversation: recipe.Conversation) -> tuple[int, ...]:
+        """A conversation in the model's chat format; its plain text cannot inject special tokens.
+
+        Raises:
+            RuntimeError: the format needs a special token that the tokenizer lacks.
+        """
+        return tuple(self._encoding.encode(conversation))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The whole text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        decoder = PlainDecoder(self)
+        text, _ = decoder.push(tuple(token_ids))
+        # The decoder holds back an unfinished character; a newline after it lets it out.
+        tail, _ = decoder.push(self._newline)
+        return (text + tail).removesuffix("\n")
+
+
+class PlainDecoder:
+    """Decodes a stream of tokens into text exactly, and ends it at a stop string.
+
+    A character that is not complete yet is held back until it is, and so is text that may be the
+    beginning of a stop string.
+    """
+
+    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()) -> None:
+        conversation = recipe.Conversation([recipe.UserMessage("-")])
+        request = recipe.ConversationRequest(conversation, recipe.ModelVersion.DeepseekV41Flash)
+        options = recipe.ParsingOptions(
+            parse_tool_calls=False,
+            stop_sequences=stop,
+            special_tokens=_NO_MARKERS,
+            # The one stage that keeps leading newlines.
+            thinking_initial_stage=recipe.ThinkingInitialStage.ContentContinuation,
+        )
+        generator = recipe.ChatCompletionRequest.chunk_generator(request, "-", "-")
+        self._processor = recipe.StreamProcessor(generator, options, codec.tokenizer)
+        self._processor.push(recipe.InferenceChunk.ready())
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        """The text that became certain, and whether a stop string ended it."""
+        if self._processor.finished:
+            return "", True
+        chunks = self._processor.push(recipe.InferenceChunk.tokens(token_ids))
+        return _content(chunks), self._processor.finished
+
+    def finish(self) -> str:
+        """What was held back for a stop string that did not come."""
+        return _content(self._processor.finish())
+
+
+def _content(chunks: Sequence[Any]) -> str:
+    text = ""
+    for chunk in chunks:
+        delta = json.loads(chunk.to_json())["choices"][0]["delta"]
+        text += delta.get("content") or ""
+    return text
+
+
+def _bos_of(path: Path) -> str | None:
+    """The text to put before raw prompts, None for nothing."""
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        token = values.get("bos_token") if values.get("add_bos_token") else None
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a tokenizer configuration: {error}") from None
+    return token["content"] if isinstance(token, dict) else token

@@ -1,0 +1,1 @@
+"""One service each, as a state machine. May import engine, kv, core, observe, config, clock."""

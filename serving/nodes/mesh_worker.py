@@ -1,0 +1,142 @@
+"""The worker that owns one engine and plays every role on its mesh: prompt in, tokens out.
+
+Each turn is plan -> execute -> commit. The worker asks for the next plan's execution before it
+sends the tokens of the last one, so the device waits for planning only.
+
+When a step fails or does not come back in time the device is taken as lost: every request ends
+with one `Failed`, and from then on new ones are refused. The worker never tries to go on, because
+after a failed step the donated caches are gone.
+"""
+
+from collections import deque
+
+from serving.clock import s_of_ns
+from serving.core.request import QueueFullError, Request, RequestError, TokenDelta
+from serving.core.step_plan import StepResult
+from serving.engine.engine import Engine
+from serving.nodes import messages
+from serving.nodes.messages import Message, RefusalReason
+from serving.nodes.node import NodeId, Outbox
+
+_WATCHDOG = "watchdog"
+
+
+class MeshWorker:
+    """A node around one `Engine`.
+
+    `step_timeout_ns` is how long one step may take before the device counts as lost. It is
+    noticed after one to two such spans, because one timer serves all steps.
+    """
+
+    def __init__(self, node_id: NodeId, engine: Engine, step_timeout_ns: int) -> None:
+        self.node_id = node_id
+        self.outbox = Outbox()
+        self._engine = engine
+        self._step_timeout_ns = step_timeout_ns
+        self._owners: dict[str, NodeId] = {}
+        self._failure: str | None = None
+        self._steps_in_flight: deque[int] = deque()
+        self._watched_step: int | None = None
+
+    def on_message(self, source: NodeId, message: Message) -> None:
+        """Takes one message; those of other roles are ignored."""
+        match message:
+            case messages.StepDone(result):
+                self._on_step_done(result)
+            case messages.Submit(request):
+                self._on_submit(source, request)
+            case messages.Abort(request_id):
+                self._on_abort(request_id)
+            case messages.StepFailed(step_index, detail):
+                if step_index in self._steps_in_flight:
+                    self._fail(detail)
+            case messages.Crashed(detail):
+                self._fail(detail)
+            case messages.QueryStatus(query_id):
+                status = messages.WorkerStatus(query_id, self._failure, self._engine.status())
+                self.outbox.send(source, status)
+            case _:
+                pass
+
+    def on_timer(self, name: str) -> None:
+        """The watchdog: the step that was the oldest a whole timeout ago must be over by now."""
+        if name != _WATCHDOG:
+            return
+        watched, self._watched_step = self._watched_step, None
+        if watched is not None and watched in self._steps_in_flight:
+            seconds = s_of_ns(self._step_timeout_ns)
+            self._fail(f"step {watched} did not finish within {seconds:g} s")
+        else:
+            self._watch()
+
+    def _on_submit(self, source: NodeId, request: Request) -> None:
+        request_id = request.request_id
+        if request_id in self._owners:
+            return  # A duplicate: the first one is being served.
+        refused = self._admit(request)
+        if refused is not None:
+            self.outbox.send(source, refused)
+            return
+        self._owners[request_id] = source
+        self.outbox.send(source, messages.Admitted(request_id))
+        self._advance()
+
+    def _admit(self, request: Request) -> messages.Refused | None:
+        request_id = request.request_id
+        if self._failure is not None:
+            return messages.Refused(request_id, RefusalReason.UNAVAILABLE, self._failure)
+        try:
+            self._engine.admit(request)
+        except QueueFullError as error:
+            return messages.Refused(request_id, RefusalReason.BUSY, str(error))
+        except RequestError as error:
+            return messages.Refused(request_id, RefusalReason.INVALID, str(error), error.param)
+        return None
+
+    def _on_abort(self, request_id: str) -> None:
+        if self._owners.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
+            self._advance()
+
+    def _on_step_done(self, result: StepResult) -> None:
+        # Anything but the oldest step is a duplicate, or late after the device was given up.
+        if not self._steps_in_flight or result.step_index != self._steps_in_flight[0]:
+            return
+        self._steps_in_flight.popleft()
+        deltas = self._engine.commit(result)
+        self._advance()
+        self._send_tokens(deltas)
+
+    def _send_tokens(self, deltas: list[TokenDelta]) -> None:
+        by_owner: dict[NodeId, list[TokenDelta]] = {}
+        for delta in deltas:
+            owner = self._owners[delta.request_id]
+            by_owner.setdefault(owner, []).append(delta)
+            if delta.finish_reason is not None:
+                del self._owners[delta.request_id]
+        for owner, some in by_owner.items():
+            self.outbox.send(owner, messages.Tokens(tuple(some)))
+
+    def _advance(self) -> None:
+        """Starts the steps that the engine wants to have in flight."""
+        if self._failure is not None:
+            return
+        while (plan := self._engine.plan()) is not None:
+            self._steps_in_flight.append(plan.step_index)
+            self.outbox.execute(plan)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Keeps the watchdog running while a step is in flight; one timer serves many steps."""
+        if self._watched_step is None and self._steps_in_flight:
+            self._watched_step = self._steps_in_flight[0]
+            self.outbox.set_timer(_WATCHDOG, self._step_timeout_ns)
+
+    def _fail(self, detail: str) -> None:
+        self._failure = detail
+        self._steps_in_flight.clear()
+        for request_id, owner in self._owners.items():
+            self.outbox.send(owner, messages.Failed(request_id, detail))
+        self._owners.clear()
+        # Last, because this raises when it was the engine that broke.
+        self._engine.fail()

@@ -1,0 +1,96 @@
+"""What a service is: a state machine that receives messages and leaves effects in an `Outbox`.
+
+A node never waits, reads no time and returns nothing. Whoever drives it (an event loop or a
+simulator) calls it with one message at a time and then performs the effects it left. The rules:
+any message is handled in any state; duplicates are harmless; every queue has a bound, and a full
+one answers *refused, because*; every wait has a timer; the work of one call is bounded.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from serving.core.step_plan import StepPlan
+from serving.nodes.messages import Message
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NodeId:
+    """Names one node: its role (`mesh_worker`, `frontend`, ...) and a name within the role."""
+
+    role: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Carry `message` to `destination`. It may be lost when that node is elsewhere."""
+
+    destination: NodeId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Call `on_timer(name)` after `delay_ns`; setting a running timer again restarts it."""
+
+    name: str
+    delay_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    """Run `plan` on this node's executor; `StepDone` or `StepFailed` follows as a message."""
+
+    plan: StepPlan
+
+
+Effect = Send | SetTimer | Execute
+
+
+class Outbox:
+    """The effects that a node asks for, in order, until its driver takes them."""
+
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+
+    def send(self, destination: NodeId, message: Message) -> None:
+        """Asks for a message to be carried."""
+        self._effects.append(Send(destination, message))
+
+    def set_timer(self, name: str, delay_ns: int) -> None:
+        """Asks for a call of `on_timer(name)` after `delay_ns`."""
+        self._effects.append(SetTimer(name, delay_ns))
+
+    def execute(self, plan: StepPlan) -> None:
+        """Asks for a plan to be run on the device."""
+        self._effects.append(Execute(plan))
+
+    def take(self) -> list[Effect]:
+        """The effects since the last call, oldest first; the outbox is empty afterwards."""
+        effects, self._effects = self._effects, []
+        return effects
+
+
+class Node(Protocol):
+    """One service."""
+
+    @property
+    def node_id(self) -> NodeId:
+        """Where others send messages to."""
+        ...
+
+    @property
+    def outbox(self) -> Outbox:
+        """Where this node leaves its effects."""
+        ...
+
+    def on_message(self, source: NodeId, message: Message) -> None:
+        """Takes one message."""
+        ...
+
+    def on_timer(self, name: str) -> None:
+        """Takes the end of a timer that this node set."""
+        ...

@@ -1,0 +1,162 @@
+"""Performs the effects of nodes under asyncio, and reads the system's clock for everybody.
+
+All nodes live on the event loop's thread. Each executor has one thread of its own: it takes a
+plan, submits it, waits for its result and posts that back to the loop. Of the effects of one call
+the execution comes first, so the device starts before tokens travel.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from serving.core.step_plan import StepPlan
+from serving.engine.engine import Executor
+from serving.nodes import messages
+from serving.nodes.messages import Message
+from serving.nodes.node import Execute, Node, NodeId, Send, SetTimer
+from serving.transport.in_process import InProcessNetwork
+
+_log = logging.getLogger(__name__)
+
+
+class SystemClock:
+    """The machine's own clock."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds of the monotonic clock."""
+        return time.monotonic_ns()
+
+    def unix_s(self) -> int:
+        """Whole seconds since 1970."""
+        return int(time.time())
+
+
+Post = Callable[[NodeId, Message], None]
+
+
+class Driver:
+    """Runs nodes on the current event loop.
+
+    Args:
+        nodes: every node of this process.
+        executors: the executor of each node that has one.
+
+    Use as an async context manager: threads start on entry and end on exit.
+    """
+
+    def __init__(self, nodes: list[Node], executors: Mapping[NodeId, Executor]) -> None:
+        self._nodes = {node.node_id: node for node in nodes}
+        self._network = InProcessNetwork(self._deliver)
+        self._executors = executors
+        self._threads: dict[NodeId, _ExecutorThread] = {}
+        self._timers: dict[tuple[NodeId, str], asyncio.TimerHandle] = {}
+
+    async def __aenter__(self) -> "Driver":
+        loop = asyncio.get_running_loop()
+        for node_id, executor in self._executors.items():
+            thread = _ExecutorThread(executor, loop, self._on_completion, node_id)
+            self._threads[node_id] = thread
+            thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for handle in self._timers.values():
+            handle.cancel()
+        for thread in self._threads.values():
+            thread.stop()
+
+    def perform(self, node_id: NodeId) -> None:
+        """Performs what a node has in its outbox; for calls that did not come as messages."""
+        effects = self._nodes[node_id].outbox.take()
+        for effect in effects:
+            if isinstance(effect, Execute):
+                self._threads[node_id].put(effect.plan)
+        for effect in effects:
+            match effect:
+                case Send(destination, message):
+                    self._network.send(node_id, destination, message)
+                case SetTimer(name, delay_ns):
+                    self._set_timer(node_id, name, delay_ns)
+                case Execute():
+                    pass
+
+    def _deliver(self, source: NodeId, destination: NodeId, message: Message) -> None:
+        node = self._nodes.get(destination)
+        if node is None:
+            _log.warning("message to unknown node %s dropped", destination)
+            return
+        try:
+            node.on_message(source, message)
+        except Exception as error:
+            # A bug, not an outside failure: say so where it shows, and let the node give up
+            # what it was doing rather than leave its clients waiting.
+            _log.exception("%s failed on %s", destination, type(message).__name__)
+            if not isinstance(message, messages.Crashed):
+                crashed = messages.Crashed(f"{type(error).__name__}: {error}")
+                self._network.send(destination, destination, crashed)
+        self.perform(destination)
+
+    def _on_completion(self, node_id: NodeId, message: Message) -> None:
+        self._network.send(node_id, node_id, message)
+
+    def _set_timer(self, node_id: NodeId, name: str, delay_ns: int) -> None:
+        key = (node_id, name)
+        old = self._timers.pop(key, None)
+        if old is not None:
+            old.cancel()
+        loop = asyncio.get_running_loop()
+        self._timers[key] = loop.call_later(delay_ns / 1e9, self._on_timer, node_id, name)
+
+    def _on_timer(self, node_id: NodeId, name: str) -> None:
+        self._timers.pop((node_id, name), None)
+        self._nodes[node_id].on_timer(name)
+        self.perform(node_id)
+
+
+class _ExecutorThread:
+    """Runs one executor's plans in order and posts what came of them to the event loop.
+
+    The thread is a daemon: an executor that hangs must not keep the process from ending.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        loop: asyncio.AbstractEventLoop,
+        post: Post,
+        node_id: NodeId,
+    ) -> None:
+        self._executor = executor
+        self._loop = loop
+        self._post = post
+        self._node_id = node_id
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"executor {node_id}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, plan: StepPlan) -> None:
+        self._plans.put(plan)
+
+    def stop(self) -> None:
+        """Lets the running step end, briefly, so that the runtime is not torn down under it."""
+        self._plans.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            message: Message
+            try:
+                self._executor.submit(plan)
+                message = messages.StepDone(self._executor.collect())
+            except Exception as error:
+                _log.exception("step %d failed", plan.step_index)
+                message = messages.StepFailed(plan.step_index, f"{type(error).__name__}: {error}")
+            try:
+                self._loop.call_soon_threadsafe(self._post, self._node_id, message)
+            except RuntimeError:  # The loop is closed: nobody is left to tell.
+                return
