@@ -40,7 +40,9 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _NAMES_SHOWN = 5
-"""Names listed in a message; a checkpoint of another model would otherwise list thousands."""
+_NAME_LENGTH_SHOWN = 200
+"""Limits of a message: a checkpoint of another model has thousands of other names, and a damaged
+one may have a name of any length."""
 
 _OPTIONAL_PREFIX = "model."
 
@@ -253,6 +255,6 @@ def _existing_file(directory: Path, name: str) -> Path:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN]) or "none"
+    shown = ", ".join(name[:_NAME_LENGTH_SHOWN] for name in names[:_NAMES_SHOWN]) or "none"
     rest = len(names) - _NAMES_SHOWN
     return f"{shown} and {rest} more" if rest > 0 else shown

@@ -11,6 +11,7 @@ from flax import struct
 from pallas_kernels.scaled_array import ScaledArray
 
 Weight = jax.Array | ScaledArray
+"""A weight that the published checkpoint quantises; code takes it packed or widened."""
 
 
 @struct.dataclass
@@ -26,9 +27,9 @@ class ExpertParameters:
 class MoeParameters:
     """gate [E, embed], selection biases [E] for text and for image tokens, and the experts."""
 
-    gate: Weight
-    bias: Weight
-    bias_vl: Weight
+    gate: jax.Array
+    bias: jax.Array
+    bias_vl: jax.Array
     shared: ExpertParameters
     experts: ExpertParameters
 
@@ -37,18 +38,18 @@ class MoeParameters:
 class HyperParameters:
     """fn [(2 + C) C, C embed], base [(2 + C) C], scale [3] for C residual streams."""
 
-    fn: Weight
-    base: Weight
-    scale: Weight
+    fn: jax.Array
+    base: jax.Array
+    scale: jax.Array
 
 
 @struct.dataclass
 class CompressorParameters:
     """wkv and wgate [head_dim, embed], norm [head_dim]; wgate is None for ratio 1."""
 
-    wkv: Weight
-    norm: Weight
-    wgate: Weight | None = None
+    wkv: jax.Array
+    norm: jax.Array
+    wgate: jax.Array | None = None
 
 
 @struct.dataclass
@@ -56,9 +57,9 @@ class IndexerParameters:
     """wq_b [heads * dim, q_lora], weights_proj [heads, embed]; keys (wk, k_norm) in full layers."""
 
     wq_b: Weight
-    weights_proj: Weight
-    wk: Weight | None = None
-    k_norm: Weight | None = None
+    weights_proj: jax.Array
+    wk: jax.Array | None = None
+    k_norm: jax.Array | None = None
 
 
 @struct.dataclass
@@ -70,9 +71,9 @@ class AttentionParameters:
     wkv: Weight
     wo_a: Weight
     wo_b: Weight
-    q_norm: Weight
-    kv_norm: Weight
-    attn_sink: Weight
+    q_norm: jax.Array
+    kv_norm: jax.Array
+    attn_sink: jax.Array
     compressor: CompressorParameters | None = None
     indexer: IndexerParameters | None = None
 
@@ -83,8 +84,8 @@ class EngramParameters:
 
     embed: Weight
     wkv: Weight
-    q_weight: Weight
-    k_weight: Weight
+    q_weight: jax.Array
+    k_weight: jax.Array
 
 
 @struct.dataclass
@@ -92,8 +93,8 @@ class LayerParameters:
     """One block of the text model or of the draft module."""
 
     attn: AttentionParameters
-    attn_norm: Weight
-    ffn_norm: Weight
+    attn_norm: jax.Array
+    ffn_norm: jax.Array
     hc_attn: HyperParameters
     hc_ffn: HyperParameters
     ffn: MoeParameters
@@ -105,32 +106,32 @@ class DraftParameters:
     """Draft blocks and heads; markov_embed and markov_head are [vocab, markov_rank]."""
 
     main_proj: Weight
-    main_norm: Weight
+    main_norm: jax.Array
     layers: tuple[LayerParameters, ...]
-    norm: Weight
-    markov_embed: Weight
-    markov_head: Weight
-    confidence_proj: Weight
+    norm: jax.Array
+    markov_embed: jax.Array
+    markov_head: jax.Array
+    confidence_proj: jax.Array
 
 
 @struct.dataclass
 class LinearParameters:
     """weight [out, in] and bias [out]."""
 
-    weight: Weight
-    bias: Weight
+    weight: jax.Array
+    bias: jax.Array
 
 
 @struct.dataclass
 class VisionBlockParameters:
     """One encoder block; w1 [2 * intermediate, hidden] holds gate rows, then up rows."""
 
-    norm1: Weight
-    norm2: Weight
+    norm1: jax.Array
+    norm2: jax.Array
     wqkv: LinearParameters
     wo: LinearParameters
-    w1: Weight
-    w2: Weight
+    w1: jax.Array
+    w2: jax.Array
 
 
 @struct.dataclass
@@ -147,20 +148,20 @@ class VisionParameters:
 
     patch_embed: LinearParameters
     blocks: tuple[VisionBlockParameters, ...]
-    norm: Weight
+    norm: jax.Array
     aligner: AlignerParameters
-    image_start: Weight
-    image_end: Weight
-    image_newline: Weight
+    image_start: jax.Array
+    image_end: jax.Array
+    image_newline: jax.Array
 
 
 @struct.dataclass
 class Parameters:
     """The whole model. Parts that were not loaded are None."""
 
-    embed: Weight
-    head: Weight
-    norm: Weight
+    embed: jax.Array
+    head: jax.Array
+    norm: jax.Array
     layers: tuple[LayerParameters, ...]
     draft: DraftParameters | None = None
     vision: VisionParameters | None = None

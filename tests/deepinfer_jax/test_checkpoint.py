@@ -98,7 +98,7 @@ def _equal(some: object, other: object) -> bool:
 
 
 def test_golden_values(tiny: Path, golden: Path) -> None:
-    parameters = load(tiny, read_config(tiny))
+    parameters: Any = load(tiny, read_config(tiny))
     layers = parameters.layers
     with np.load(golden / "ops.npz") as ops:
         for name, weight in (
@@ -197,6 +197,12 @@ def test_extra_tensors_are_named(copy: Copy) -> None:
     copy.tensors["layers.12.attn_norm.weight"] = copy.tensors["layers.0.attn_norm.weight"]
     copy.write()
     assert "1 not expected: layers.12.attn_norm.weight" in _refusal(copy.directory)
+
+
+def test_a_name_of_any_length_gives_a_short_message(copy: Copy) -> None:
+    copy.tensors["x" * 5000] = copy.tensors["norm.weight"]
+    copy.write()
+    assert "1 not expected: xxxx" in _refusal(copy.directory)
 
 
 @pytest.mark.parametrize(

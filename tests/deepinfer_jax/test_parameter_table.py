@@ -8,6 +8,7 @@ every path of the built tree.
 import collections
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -124,7 +125,7 @@ def test_tiny_table_is_the_golden_checkpoint(golden: Path) -> None:
 def test_each_leaf_stands_at_its_path() -> None:
     tree = build_parameters(ModelConfig.tiny(), lambda spec: spec)
     for spec in parameter_table(ModelConfig.tiny()):
-        node: object = tree
+        node: Any = tree
         for step in spec.path:
             node = node[step] if isinstance(step, int) else getattr(node, step)
         assert node is spec
@@ -145,7 +146,7 @@ def test_leaves_have_the_stacked_packed_shape_and_an_axis_name_per_dimension(nam
 
 
 def test_abstract_tree_of_the_released_model() -> None:
-    tree = abstract_parameters(ModelConfig.released())
+    tree: Any = abstract_parameters(ModelConfig.released())
     experts = tree.layers[39].ffn.experts.w1
     assert isinstance(experts, ScaledArray)
     assert experts.format == FP4_ROW32

@@ -5,6 +5,7 @@ Method: build the tree of the tiny config with numbers in place of arrays and ta
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,10 @@ import pytest
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.parameter_table import build_parameters, parameter_table
-from deepinfer_jax.parameters import CompressorParameters, HyperParameters, Parameters
+from deepinfer_jax.parameters import CompressorParameters, HyperParameters
 
 
-def _numbered(parts: tuple[str, ...]) -> Parameters:
+def _numbered(parts: tuple[str, ...]) -> Any:
     numbers = itertools.count()
     return build_parameters(ModelConfig.tiny(), lambda spec: next(numbers), parts)
 
@@ -49,6 +50,6 @@ def test_modules_enter_compiled_functions_with_absent_fields() -> None:
 
 
 def test_parameters_are_frozen() -> None:
-    hyper = HyperParameters(fn=1, base=2, scale=3)
+    hyper: Any = HyperParameters(fn=jnp.ones(1), base=jnp.ones(1), scale=jnp.ones(1))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        hyper.fn = 4
+        hyper.fn = jnp.zeros(1)
