@@ -123,7 +123,8 @@ class Engine:
             limits.num_slots,
             limits.num_blocks,
             limits.block_size,
-            -(-self._length_max // limits.block_size),
+            # As wide as the widest bucket, so that a plan's block tables are one slice.
+            max(buckets.largest(kind).num_blocks for kind in StepKind),
         )
         self._waiting = WaitingQueue()
         self._sequences: dict[str, Sequence] = {}
@@ -294,9 +295,6 @@ class Engine:
         self._num_steps += 1
         table.num_scheduled[rows] = ends
         table.last_steps[rows] = step_index
-        block_tables = np.zeros((len(rows), bucket.num_blocks), np.int32)
-        width = min(bucket.num_blocks, table.block_tables.shape[1])
-        block_tables[:, :width] = table.block_tables[rows, :width]
         return StepPlan(
             step_index=step_index,
             kind=kind,
@@ -306,7 +304,7 @@ class Engine:
             starts=starts,
             num_tokens=num_tokens,
             token_ids=token_ids,
-            block_tables=block_tables,
+            block_tables=table.block_tables[rows, : bucket.num_blocks],
             temperatures=table.temperatures[rows],
             top_ks=table.top_ks[rows],
             top_ps=table.top_ps[rows],

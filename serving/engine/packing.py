@@ -62,7 +62,7 @@ class PackedStep:
 
 @cache
 def layout(bucket: Bucket) -> dict[str, ArrayPlace]:
-    """Where each array of `PackedStep` stands in its buffer, in the order of its attributes."""
+    """Where each array of `PackedStep` stands in its buffer, in order; block tables come last."""
     rows, tokens = (bucket.num_rows,), (bucket.num_tokens,)
     arrays = {
         "token_ids": (tokens, np.int32),
@@ -70,12 +70,12 @@ def layout(bucket: Bucket) -> dict[str, ArrayPlace]:
         "starts": (rows, np.int32),
         "num_tokens": (rows, np.int32),
         "slots": (rows, np.int32),
-        "block_tables": ((bucket.num_rows, bucket.num_blocks), np.int32),
         "temperatures": (rows, np.float32),
         "top_ks": (rows, np.int32),
         "top_ps": (rows, np.float32),
         "seed_low": (rows, np.uint32),
         "seed_high": (rows, np.uint32),
+        "block_tables": ((bucket.num_rows, bucket.num_blocks), np.int32),
     }
     places: dict[str, ArrayPlace] = {}
     offset = 0
@@ -87,13 +87,11 @@ def layout(bucket: Bucket) -> dict[str, ArrayPlace]:
 
 @cache
 def _padding(bucket: Bucket) -> np.ndarray:
-    """The buffer of a step of nothing but padding."""
-    places = layout(bucket)
-    last = places["seed_high"]
-    buffer = np.zeros(last.offset + prod(last.shape), np.int32)
-    views = _views(buffer, bucket)
-    views["row_index"][:] = bucket.num_rows
-    views["top_ps"][:] = 1.0
+    """A buffer of nothing but padding, without the block tables, which are most of it."""
+    buffer = np.zeros(layout(bucket)["block_tables"].offset, np.int32)
+    for name, value in (("row_index", bucket.num_rows), ("top_ps", 1.0)):
+        offset, (length,), dtype = layout(bucket)[name]
+        buffer[offset : offset + length].view(dtype)[:] = value
     buffer.flags.writeable = False
     return buffer
 
@@ -122,7 +120,9 @@ def pack(plan: StepPlan) -> PackedStep:
             f"step {plan.step_index} has {num_rows} rows, {num_tokens} tokens and block tables "
             f"{num_blocks} wide; its bucket is {bucket}; plan it with a larger bucket"
         )
-    buffer = _padding(bucket).copy()
+    padding = _padding(bucket)
+    buffer = np.empty(len(padding) + bucket.num_rows * bucket.num_blocks, np.int32)
+    buffer[: len(padding)] = padding
     views = _views(buffer, bucket)
     views["token_ids"][:num_tokens] = plan.token_ids
     views["row_index"][:num_tokens] = np.repeat(np.arange(num_rows), plan.num_tokens)
@@ -130,6 +130,7 @@ def pack(plan: StepPlan) -> PackedStep:
     views["num_tokens"][:num_rows] = plan.num_tokens
     views["slots"][:num_rows] = plan.slots
     views["block_tables"][:num_rows] = plan.block_tables
+    views["block_tables"][num_rows:] = 0
     views["temperatures"][:num_rows] = plan.temperatures
     views["top_ks"][:num_rows] = plan.top_ks
     views["top_ps"][:num_rows] = plan.top_ps
