@@ -94,8 +94,11 @@ def _of_conversion(error: deepseek_recipe.ConversionError) -> ApiError:
         fields = msgspec.json.decode(error.body).get("error", {})
     detail = str(fields.get("message") or error)
     code = fields.get("code")
-    if "context length" in detail or "maximum context" in detail:
-        return bad_request(detail, "messages", "context_length_exceeded")
+    if "maximum context" in detail:
+        # Prompts that are too long by themselves are refused before this can be raised.
+        return bad_request(detail, "max_tokens", "context_length_exceeded")
+    if " function " in detail:
+        return bad_request(detail, "tools", code)
     if "model names are" in detail:
         return bad_request(detail, "model", "model_not_found")
     return ApiError(error.status_code, detail, _named_field(detail), code=code)

@@ -247,4 +247,11 @@ def _convert(
     if any(message.image_sources for message in conversation.messages):
         raise bad_request("Images are not supported yet", "messages")
     prompt = model.codec.encode_chat(conversation)
+    if len(prompt) >= model.context_max:
+        raise bad_request(
+            f"The messages have {len(prompt)} tokens; the context of {model.context_max} needs "
+            "room for one more",
+            "messages",
+            "context_length_exceeded",
+        )
     return converted, prompt, converted.resolve_max_tokens(len(prompt), model.context_max)

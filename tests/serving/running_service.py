@@ -1,0 +1,97 @@
+"""A service over a scripted executor, served by uvicorn on a thread of the test process."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+from serving.cluster import FRONTEND, MESH_WORKER, Environment, ModelFacts, build
+from serving.config import ServingConfig
+from serving.frontend.app import make_app
+from serving.frontend.gateway import Gateway
+from serving.frontend.protocols import ServedModel
+from serving.frontend.text import TextCodec
+from serving.observe import ServiceMetrics
+from serving.transport.driver import Driver, SystemClock
+from sharding.config_file import override
+from tests.serving.scripted import ScriptedExecutor
+
+MODEL_DIR = Path(__file__).parents[1] / "golden" / "tiny-v41"
+FACTS = ModelFacts(vocab_size=320, max_position_embeddings=2**20, eos_token_id=1)
+SMALL = {
+    "engine.max_context": 512,
+    "engine.num_blocks": 65,
+    "engine.prefill_tokens": [512],
+    "engine.decode_rows": [16],
+}
+
+
+class RunningService:
+    """Serves on a free port between entry and exit.
+
+    `options` are dotted configuration keys on top of a small engine.
+    """
+
+    def __init__(
+        self, executor: ScriptedExecutor, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.executor = executor
+        self.config = override(ServingConfig(), SMALL | dict(options or {}))
+        self.codec = TextCodec.load(MODEL_DIR)
+        self.url = ""
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def __enter__(self) -> "RunningService":
+        self._thread.start()
+        assert self._started.wait(20), "the service did not start"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(setattr, self._server, "should_exit", True)
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the service did not stop"
+
+    def drain(self, timeout_s: float) -> None:
+        """Begins to drain; returns at once."""
+        asyncio.run_coroutine_threadsafe(self.gateway.drain(timeout_s), self._loop)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        clock = SystemClock()
+        self.gateway = Gateway(
+            FRONTEND, MESH_WORKER, clock, ServiceMetrics(), self.config.server.backlog_tokens_max
+        )
+        environment = Environment(clock, random.Random(1), self.executor)
+        cluster = build(self.config, FACTS, environment, self.gateway)
+        model = ServedModel(
+            "tiny-v41",
+            self.codec,
+            FACTS.vocab_size,
+            self.config.engine.max_context,
+            FACTS.eos_token_id,
+        )
+        app = make_app(self.gateway, model, self.config.server, clock)
+        options = uvicorn.Config(
+            app, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(options)
+        async with Driver(cluster.nodes, cluster.executors) as driver:
+            self.gateway.flush = driver.perform
+            serving = asyncio.create_task(self._server.serve())
+            while not self._server.started:
+                await asyncio.sleep(0.01)
+            port = self._server.servers[0].sockets[0].getsockname()[1]
+            self.url = f"http://127.0.0.1:{port}"
+            self._started.set()
+            await serving
