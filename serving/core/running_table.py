@@ -143,7 +143,7 @@ class RunningTable:
             return True
         while num_wanted > self.blocks.num_free:
             # What is on its way back may be enough; preempting more would waste computed work.
-            if self._retiring:
+            if self.is_retiring:
                 return False
             youngest = int(np.argmax(self.sequence_ids))
             if youngest == row:

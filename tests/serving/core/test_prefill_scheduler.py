@@ -1,0 +1,213 @@
+"""Goal: prompts start when they fit, and the tokens of a prefill step are shared out fairly.
+
+Method: tables with a few prompts; which start, and how many tokens each gets, written out by hand;
+random prompts and buckets for what must always hold.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.prefill_scheduler import (
+    OVERTAKES_MAX,
+    WaitingQueue,
+    choose_chunks,
+    start_waiting,
+)
+from serving.core.request import Request, SamplingParams
+from serving.core.running_table import RunningTable
+from serving.core.sequence import Sequence, SequenceStatus
+
+DECODE = [Bucket(1, 1, 64)]
+
+
+def make_sequence(sequence_id: int, num_tokens: int, length_limit: int = 256) -> Sequence:
+    request = Request(f"request-{sequence_id}", (1,) * num_tokens, SamplingParams())
+    return Sequence(
+        sequence_id, request, np.ones(num_tokens, np.int32), 0, (), length_limit=length_limit
+    )
+
+
+def make_table(lengths: list[int], num_blocks: int = 257, num_slots: int = 17) -> RunningTable:
+    table = RunningTable(num_slots, num_blocks, block_size=4, context_blocks_max=64)
+    for sequence_id, length in enumerate(lengths):
+        table.enter(make_sequence(sequence_id, length))
+    return table
+
+
+def make_queue(*sequences: Sequence) -> WaitingQueue:
+    queue = WaitingQueue()
+    for sequence in sequences:
+        queue.append(sequence)
+    return queue
+
+
+def shares(
+    lengths: list[int], buckets: list[Bucket], shortest_first: bool = False, **sizes: int
+) -> dict[int, int]:
+    """Tokens for each sequence id."""
+    table = make_table(lengths, **sizes)
+    rows, num_tokens = choose_chunks(table, bucket_table(buckets), shortest_first)
+    return dict(zip(table.sequence_ids[rows].tolist(), num_tokens.tolist(), strict=True))
+
+
+def bucket_table(prefill: list[Bucket]) -> BucketTable:
+    return BucketTable({StepKind.PREFILL: prefill, StepKind.DECODE: DECODE})
+
+
+# --- the queue -------------------------------------------------------------------
+
+
+def test_the_queue_keeps_order_and_puts_preempted_sequences_first() -> None:
+    first, second, third = (make_sequence(sequence_id, 4) for sequence_id in range(3))
+    queue = make_queue(second, third)
+    queue.put_back(first)
+    assert list(queue) == [first, second, third]
+    queue.remove(second)
+    assert (list(queue), len(queue)) == ([first, third], 2)
+
+
+# --- starting --------------------------------------------------------------------
+
+
+def test_prompts_start_in_order_while_slots_last() -> None:
+    table = make_table([], num_slots=3)
+    sequences = [make_sequence(sequence_id, 4) for sequence_id in range(4)]
+    queue = make_queue(*sequences)
+    start_waiting(queue, table)
+    assert list(queue) == sequences[2:]
+    assert [sequence.status for sequence in sequences[:2]] == [SequenceStatus.PREFILLING] * 2
+
+
+def test_blocks_promised_to_running_sequences_are_not_given_away() -> None:
+    # 10 blocks: the prompt of 20 needs 6 of them, its first output token included.
+    table = make_table([20], num_blocks=11)
+    queue = make_queue(make_sequence(1, 16), make_sequence(2, 15))
+    start_waiting(queue, table)
+    assert [sequence.sequence_id for sequence in queue] == [1]
+    # One that decodes is promised a single block more, and none if it will not need it.
+    for length_limit, num_started in [(9, 1), (10, 0)]:
+        table = make_table([], num_blocks=6)
+        table.enter(make_sequence(0, 8, length_limit=length_limit))
+        table.claim(1, 8)
+        table.begin_decoding(1)
+        queue = make_queue(make_sequence(1, 11))
+        start_waiting(queue, table)
+        assert len(queue) == 1 - num_started
+
+
+def test_a_prompt_that_fills_the_pool_to_its_limit_starts_in_an_empty_one() -> None:
+    table = make_table([], num_blocks=6)
+    queue = make_queue(make_sequence(0, 19, length_limit=20))
+    start_waiting(queue, table)
+    assert len(queue) == 0
+
+
+def test_a_prompt_without_room_is_overtaken_a_bounded_number_of_times() -> None:
+    large = make_sequence(0, 40)
+    queue = make_queue(large)
+    table = make_table([], num_blocks=9, num_slots=9)
+    for sequence_id in range(1, OVERTAKES_MAX + 1):
+        queue.append(make_sequence(sequence_id, 3, length_limit=4))
+        start_waiting(queue, table)
+        assert list(queue) == [large]
+        table.leave(1, SequenceStatus.FINISHED)
+    assert large.num_overtakes == OVERTAKES_MAX
+    queue.append(make_sequence(99, 3, length_limit=4))
+    start_waiting(queue, table)
+    assert len(queue) == 2
+
+
+def test_a_preempted_prompt_without_room_is_not_overtaken() -> None:
+    preempted = make_sequence(0, 40)
+    preempted.num_preemptions = 1
+    queue = make_queue(preempted, make_sequence(1, 3))
+    start_waiting(queue, make_table([], num_blocks=9))
+    assert len(queue) == 2
+
+
+# --- sharing a step --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([5], {0: 5}),
+        ([3, 4], {0: 3, 1: 4}),
+        ([100], {0: 16}),
+        # Half to the oldest, the rest to the shortest.
+        ([100, 100], {0: 16}),
+        ([100, 50], {0: 8, 1: 8}),
+        ([100, 50, 3, 2], {0: 8, 1: 3, 2: 3, 3: 2}),
+        ([2, 100, 3], {0: 2, 1: 11, 2: 3}),
+        # Four rows at most, one of them kept for the shortest.
+        ([9, 9, 9, 9, 1], {0: 9, 1: 6, 4: 1}),
+        ([1, 1, 1, 9, 2], {0: 1, 1: 1, 2: 1, 4: 2}),
+    ],
+)
+def test_tokens_are_shared_between_the_oldest_and_the_shortest(
+    lengths: list[int], expected: dict[int, int]
+) -> None:
+    assert shares(lengths, [Bucket(4, 16, 64)]) == expected
+
+
+def test_a_single_row_goes_to_the_oldest_or_the_shortest() -> None:
+    assert shares([30, 5], [Bucket(1, 16, 64)]) == {0: 16}
+    assert shares([30, 5], [Bucket(1, 16, 64)], shortest_first=True) == {1: 5}
+
+
+def test_a_chunk_keeps_to_the_buckets_that_reach_its_context() -> None:
+    buckets = [Bucket(2, 16, 2), Bucket(2, 6, 64)]
+    assert shares([30], buckets) == {0: 8}
+    table = make_table([30])
+    table.num_scheduled[1] = 8
+    rows, num_tokens = choose_chunks(table, bucket_table(buckets), False)
+    assert (rows.tolist(), num_tokens.tolist()) == ([1], [6])
+    # The two share a bucket, so the short context gets no more than the long one leaves.
+    table = make_table([13, 30])
+    table.num_scheduled[1] = 8
+    rows, num_tokens = choose_chunks(table, bucket_table(buckets), False)
+    assert (rows.tolist(), num_tokens.tolist()) == ([1, 2], [5, 1])
+
+
+def test_chunks_are_cut_to_the_free_blocks_oldest_first() -> None:
+    assert shares([20, 20], [Bucket(4, 64, 64)], num_blocks=5) == {0: 12, 1: 4}
+    table = make_table([20, 20], num_blocks=5)
+    rows, _ = choose_chunks(table, bucket_table([Bucket(4, 64, 64)]), False)
+    assert table.num_blocks[rows].tolist() == [3, 1]
+    table.num_scheduled[rows] = [12, 4]
+    rows, num_tokens = choose_chunks(table, bucket_table([Bucket(4, 64, 64)]), False)
+    assert (table.sequence_ids[rows].tolist(), num_tokens.tolist()) == ([0], [4])
+    assert [sequence.sequence_id for sequence in table.take_preempted()] == [1]
+
+
+def test_nothing_is_chosen_when_nothing_is_left_to_compute() -> None:
+    assert shares([], [Bucket(4, 16, 64)]) == {}
+    table = make_table([7])
+    table.num_scheduled[1] = 7
+    rows, num_tokens = choose_chunks(table, bucket_table([Bucket(4, 16, 64)]), False)
+    assert len(rows) == len(num_tokens) == 0
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    more=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30), st.integers(1, 16)), max_size=3),
+    num_blocks=st.integers(2, 40),
+    shortest_first=st.booleans(),
+)
+def test_every_choice_fits_a_bucket_and_its_blocks(
+    lengths: list[int], more: list[tuple[int, int, int]], num_blocks: int, shortest_first: bool
+) -> None:
+    buckets = bucket_table(
+        [Bucket(1, 8, 16), *(Bucket(rows, rows + extra, width) for rows, extra, width in more)]
+    )
+    table = make_table(lengths, num_blocks)
+    rows, num_tokens = choose_chunks(table, buckets, shortest_first)
+    assert len(rows) > 0
+    assert (num_tokens >= 1).all()
+    assert (num_tokens <= table.num_tokens[rows]).all()
+    assert (table.num_blocks[rows] * 4 >= num_tokens).all()
+    need = int(table.blocks_for(num_tokens).max())
+    assert buckets.smallest(StepKind.PREFILL, len(rows), int(num_tokens.sum()), need) is not None

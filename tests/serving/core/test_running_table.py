@@ -1,0 +1,120 @@
+"""Goal: memory goes to older sequences first, and comes back exactly when no step uses it.
+
+Method: small tables in which a few sequences take, lose and return blocks by hand.
+"""
+
+import numpy as np
+import pytest
+
+from serving.core.request import Request, SamplingParams
+from serving.core.running_table import RunningTable
+from serving.core.sequence import Sequence, SequenceStatus
+
+
+def make_table(num_blocks: int = 7, num_slots: int = 4) -> RunningTable:
+    return RunningTable(num_slots, num_blocks, block_size=4, context_blocks_max=8)
+
+
+def enter(table: RunningTable, sequence_id: int, stop_token_ids: tuple[int, ...] = ()) -> int:
+    sampling = SamplingParams(temperature=0.5, top_k=3, top_p=0.25)
+    request = Request(f"request-{sequence_id}", (1,) * 5, sampling)
+    prompt = np.ones(5, np.int32)
+    sequence = Sequence(sequence_id, request, prompt, 2**40, stop_token_ids, length_limit=30)
+    table.enter(sequence)
+    return sequence.row
+
+
+def test_entering_fills_the_columns_and_leaving_returns_everything() -> None:
+    table = make_table()
+    row = enter(table, 6, stop_token_ids=(4, 9))
+    other = enter(table, 7, stop_token_ids=(2,))
+    assert table.prefilling_rows.tolist() == [row, other]
+    assert table.sequence_ids[[row, other]].tolist() == [6, 7]
+    assert (table.num_tokens[row], table.num_scheduled[row], table.length_limits[row]) == (5, 0, 30)
+    assert (table.temperatures[row], table.top_ks[row], table.top_ps[row]) == (0.5, 3, 0.25)
+    assert table.seeds[row] == 2**40
+    assert table.stop_tokens[[row, other]].tolist() == [[4, 9], [2, -1]]
+    assert table.claim(row, 9)
+    assert table.num_blocks[row] == 3
+    assert (table.block_tables[row] > 0).tolist() == [True] * 3 + [False] * 5
+    table.begin_decoding(row)
+    assert (table.prefilling_rows.tolist(), table.decoding_rows.tolist()) == ([other], [row])
+    table.leave(row, SequenceStatus.FINISHED)
+    assert table.blocks.num_free == 6
+    assert table.slots.num_free == 2
+    assert not table.block_tables[row].any()
+    again = enter(table, 8)
+    assert again == row
+    assert table.stop_tokens[row].tolist() == [-1, -1]
+
+
+def test_claims_grow_and_never_shrink() -> None:
+    table = make_table()
+    row = enter(table, 0)
+    for num_tokens, num_blocks in [(1, 1), (4, 1), (5, 2), (2, 2), (24, 6)]:
+        assert table.claim(row, num_tokens)
+        assert table.num_blocks[row] == num_blocks
+    assert not table.claim(row, 25)
+    assert table.num_blocks[row] == 6
+
+
+def test_an_older_sequence_preempts_the_youngest_and_the_youngest_waits() -> None:
+    table = make_table()
+    rows = [enter(table, sequence_id) for sequence_id in (0, 1, 2)]
+    sequences = [table.sequences[row] for row in rows]
+    for row in rows:
+        assert table.claim(row, 8)
+    table.begin_decoding(rows[1])
+    assert not table.claim(rows[2], 9)
+    assert table.num_blocks[rows[2]] == 2
+    assert table.claim(rows[1], 9)
+    assert [sequence.status for sequence in sequences if sequence] == [
+        SequenceStatus.PREFILLING,
+        SequenceStatus.DECODING,
+        SequenceStatus.WAITING,
+    ]
+    assert table.claim(rows[0], 16)
+    preempted = table.take_preempted()
+    assert preempted == [sequences[2], sequences[1]]
+    assert [sequence.num_preemptions for sequence in preempted] == [1, 1]
+    assert table.take_preempted() == []
+    assert table.num_blocks.sum() == 4
+
+
+def test_memory_of_a_step_in_flight_is_kept_until_it_is_settled() -> None:
+    table = make_table()
+    row, idle = enter(table, 0), enter(table, 1)
+    assert table.claim(row, 8)
+    assert table.claim(idle, 4)
+    table.last_steps[row] = 5
+    table.leave(row, SequenceStatus.FINISHED)
+    table.leave(idle, SequenceStatus.FINISHED)
+    assert table.is_retiring
+    assert (table.blocks.num_free, table.slots.num_free) == (4, 2)
+    table.settle(4)
+    assert table.blocks.num_free == 4
+    table.settle(5)
+    assert not table.is_retiring
+    assert (table.blocks.num_free, table.slots.num_free) == (6, 3)
+
+
+def test_nothing_is_preempted_while_memory_is_on_its_way_back() -> None:
+    table = make_table()
+    rows = [enter(table, sequence_id) for sequence_id in (0, 1, 2)]
+    for row in rows:
+        assert table.claim(row, 8)
+    table.last_steps[rows[2]] = 3
+    assert not table.claim(rows[0], 9)
+    assert [sequence.sequence_id for sequence in table.take_preempted()] == [2]
+    assert not table.claim(rows[0], 9)
+    assert table.take_preempted() == []
+    table.settle(3)
+    assert table.claim(rows[0], 9)
+
+
+def test_an_empty_row_cannot_leave_or_decode() -> None:
+    table = make_table()
+    with pytest.raises(AssertionError, match="row 1 is empty"):
+        table.leave(1, SequenceStatus.FINISHED)
+    with pytest.raises(AssertionError, match="row 1 is empty"):
+        table.begin_decoding(1)
