@@ -25,6 +25,7 @@ case "$1 $2" in
       if [ -e "$CALLS.fail" ]; then exit 1; fi
       if [ -e "$CALLS.kill" ]; then kill -9 $PPID; fi
     fi ;;
+  "-m ruff") if [ -e "$CALLS.untidy" ]; then echo "a finding"; exit 1; fi ;;
   "-m serving") shift 2; echo "serving in $PWD with" "$@" ;;
   "-m pytest") shift 2; echo "testing in $PWD with" "$@" ;;
 esac
@@ -98,6 +99,21 @@ def test_test_installs_the_tools_and_runs_in_the_project(project: Project) -> No
     count = len(project.installations())
     project.serve()
     assert len(project.installations()) == count
+
+
+def test_check_runs_every_gate_and_fails_if_one_does(project: Project) -> None:
+    check = str(project.root / "scripts" / "check")
+    clean = project.run(check)
+    verdicts = [line.split()[:2] for line in clean.stdout.splitlines()[-5:]]
+    gates = ["style", "layout", "imports", "rules", "types"]
+    assert verdicts == [[gate, "ok"] for gate in gates], clean.stdout
+    assert clean.returncode == 0
+    project.calls.with_name("calls.untidy").touch()
+    found = project.run(check)
+    assert found.returncode == 1 and found.stdout.count("a finding") == 2
+    verdicts = [line.split()[:2] for line in found.stdout.splitlines()[-5:]]
+    failed = {gate: "FAILED" if gate in ("style", "layout") else "ok" for gate in gates}
+    assert verdicts == [list(pair) for pair in failed.items()]
 
 
 def test_a_changed_pyproject_and_a_moved_folder_install_again(project: Project) -> None:
