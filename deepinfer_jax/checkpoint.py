@@ -52,8 +52,8 @@ Place = Callable[[np.ndarray, tuple[str, ...]], jax.Array]
 def place_on_default_device(array: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
     """A copy of `array` on the default device, whatever its logical `axes`.
 
-    The copy matters: on a CPU, JAX would otherwise keep using the mapped file, and a file that
-    is replaced while the model runs would change the model.
+    The copy matters: on a CPU, `jax.device_put` would go on using the mapped file, and a file
+    that is replaced while the model runs would change the model.
     """
     return jnp.array(array, copy=True)
 

@@ -108,7 +108,7 @@ def test_a_damaged_file_is_named(
         (b"", "does not begin with the length of a header"),
         (b"\x01\x00", "does not begin with the length of a header"),
         (b"\xff" * 100, "does not begin with the length of a header"),
-        ((1000).to_bytes(8, "little") + b"{}", "truncated, 10 bytes of 1008"),
+        ((1000).to_bytes(8, "little") + b'{"', "truncated, 10 bytes of 1008"),
         (b"version https://git-lfs", "does not begin with the length of a header"),
     ],
 )
