@@ -47,9 +47,10 @@ class StepBatch(NamedTuple):
         num_tokens: [R] int32.
         slots: [R] int32, state slot of each row.
         block_tables: [R, B] int32.
-        temperatures, top_ps: [R] float32.
+        temperatures: [R] float32.
         top_ks: [R] int32.
-        seeds: [R, 2] uint32, high and low word.
+        top_ps: [R] float32.
+        seed_low, seed_high: [R] uint32, the halves of the seed.
     """
 
     token_ids: jax.Array
@@ -59,15 +60,16 @@ class StepBatch(NamedTuple):
     slots: jax.Array
     block_tables: jax.Array
     temperatures: jax.Array
-    top_ps: jax.Array
     top_ks: jax.Array
-    seeds: jax.Array
+    top_ps: jax.Array
+    seed_low: jax.Array
+    seed_high: jax.Array
 
     @classmethod
     def unpack(cls, buffer: jax.Array, shape: StepShape) -> "StepBatch":
         """The batch whose `pack` gave `buffer`, inside or outside a compiled function."""
         parts, offset = {}, 0
-        for name, (dims, dtype) in _fields(shape).items():
+        for name, (dims, dtype) in fields(shape).items():
             size = int(np.prod(dims))
             words = buffer[offset : offset + size].reshape(dims)
             parts[name] = jax.lax.bitcast_convert_type(words, dtype)
@@ -77,7 +79,7 @@ class StepBatch(NamedTuple):
 
 def buffer_size(shape: StepShape) -> int:
     """Words in the buffer of a step of this shape."""
-    return sum(int(np.prod(dims)) for dims, _ in _fields(shape).values())
+    return sum(int(np.prod(dims)) for dims, _ in fields(shape).values())
 
 
 def pack(arrays: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
@@ -86,18 +88,19 @@ def pack(arrays: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
     Raises:
         ValueError: a field is missing, unknown or has another shape than `shape` says.
     """
-    fields = _fields(shape)
-    if arrays.keys() != fields.keys():
-        raise ValueError(f"batch fields are {sorted(arrays)}; expected {sorted(fields)}")
+    expected = fields(shape)
+    if arrays.keys() != expected.keys():
+        raise ValueError(f"batch fields are {sorted(arrays)}; expected {sorted(expected)}")
     words = []
-    for name, (dims, dtype) in fields.items():
+    for name, (dims, dtype) in expected.items():
         if arrays[name].shape != dims:
             raise ValueError(f"{name} has shape {arrays[name].shape}; expected {dims}")
         words.append(np.ascontiguousarray(arrays[name], dtype).reshape(-1).view(np.int32))
     return np.concatenate(words)
 
 
-def _fields(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
+def fields(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
+    """Shape and 4-byte type of each field of a `StepBatch`, in the order they lie in a buffer."""
     rows, tokens = (shape.num_rows,), (shape.num_tokens,)
     return {
         "token_ids": (tokens, np.int32),
@@ -105,11 +108,12 @@ def _fields(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
         "starts": (rows, np.int32),
         "num_tokens": (rows, np.int32),
         "slots": (rows, np.int32),
-        "block_tables": ((shape.num_rows, shape.num_blocks), np.int32),
         "temperatures": (rows, np.float32),
-        "top_ps": (rows, np.float32),
         "top_ks": (rows, np.int32),
-        "seeds": ((shape.num_rows, 2), np.uint32),
+        "top_ps": (rows, np.float32),
+        "seed_low": (rows, np.uint32),
+        "seed_high": (rows, np.uint32),
+        "block_tables": ((shape.num_rows, shape.num_blocks), np.int32),
     }
 
 

@@ -135,6 +135,19 @@ class CacheLayout:
             ),
         )
 
+    def logical_axes(self) -> KVCache:
+        """Logical names of each dimension, one tuple for an array and its scales."""
+        sources = tuple(
+            SourceCache(
+                ("blocks", None, "kv"),
+                ("blocks", None, "index_dim"),
+                ("slots", None, None, "kv") if self.config.compress_ratios[layer] > 1 else None,
+            )
+            for layer in self.config.kv_source_layer_ids
+        )
+        rings = (("slots", None, "kv"),) * self.config.num_hidden_layers
+        return KVCache(rings, sources, ("slots", None))
+
     def _store(self, shape: tuple[int, ...], form: Format | None) -> Any:
         if form is None:
             return jnp.zeros(shape, self.precision.compute_dtype)

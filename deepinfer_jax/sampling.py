@@ -6,6 +6,7 @@ the same text in any company, and after it was interrupted and recomputed.
 """
 
 import jax
+import jax.numpy as jnp
 
 from deepinfer_jax.batch import StepBatch, TokenView
 from pallas_kernels import ops
@@ -21,6 +22,6 @@ def sample(logits: jax.Array, batch: StepBatch, token_index: jax.Array) -> jax.A
             batch.temperatures[row],
             batch.top_ks[row],
             batch.top_ps[row],
-            batch.seeds[row],
+            jnp.stack([batch.seed_high[row], batch.seed_low[row]], axis=1),
             view.history.position[token_index] + 1,
         )

@@ -1,0 +1,141 @@
+"""Runs plans on the mesh: the only place where serving meets the model.
+
+Loading, in order: read and check the checkpoint, place its parameters, allocate the cache, compile
+every bucket. Then each step is one packed host buffer down, one call, one array of tokens back;
+`submit` only dispatches and `collect` waits, so several steps may be in flight. The cache lives
+here and passes from step to step by donation.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax import batch, checkpoint
+from deepinfer_jax.batch import StepShape
+from deepinfer_jax.cache import CacheLayout, KVCache
+from deepinfer_jax.model import Model, Weights
+from deepinfer_jax.parameters import Parameters
+from deepinfer_jax.precision import CacheFormat, Precision
+from deepinfer_jax.steps import CompiledStep, compile_steps
+from deepinfer_jax.topology import Topology
+from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.step_plan import StepPlan, StepResult
+from serving.engine import packing
+from sharding.mesh import DeviceMesh
+from sharding.plan import MeshPlan
+
+Report = Callable[[str], None]
+
+
+class JaxExecutor:
+    """The `Executor` of one model on one mesh.
+
+    Raises:
+        CheckpointError: the checkpoint is not usable. ValueError: a pool size is too small.
+        ShardingError: the mesh needs more devices than there are.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        cache_format: str,
+        buckets: BucketTable,
+        num_blocks: int,
+        num_slots: int,
+        mesh_plan: MeshPlan,
+        report: Report = lambda line: None,
+    ) -> None:
+        self.mesh = DeviceMesh.of(mesh_plan)
+        self.model_config = checkpoint.read_config(directory)
+        precision = Precision(_compute_dtype(), CacheFormat(cache_format))
+        tables = checkpoint.read_engram_tables(directory, self.model_config)
+        self.model = Model(self.model_config, Topology.of(self.model_config), tables, precision)
+        self.layout = CacheLayout(self.model_config, precision, num_blocks, num_slots)
+        self.weights = Weights(
+            self._load_parameters(directory, report),
+            self._place(tables.token_classes, ("vocab",)),
+        )
+        self.cache = self._allocate(report)
+        self._steps = self._compile(buckets, report)
+        self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Dispatch a step; does not wait for it.
+
+        Raises:
+            KeyError: the plan's bucket was not compiled.
+        """
+        step = self._steps[plan.kind, plan.bucket]
+        buffer = jnp.asarray(packing.pack(plan).buffer)
+        tokens, self.cache = step(self.weights, buffer, self.cache)
+        tokens.copy_to_host_async()
+        self._in_flight.append((plan, tokens))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted step.
+
+        Raises:
+            IndexError: nothing was submitted.
+        """
+        plan, tokens = self._in_flight.popleft()
+        num_real = len(plan.token_ids) if plan.kind is StepKind.DECODE else plan.num_rows
+        return StepResult(plan.step_index, np.asarray(tokens)[:num_real])
+
+    def _load_parameters(self, directory: Path, report: Report) -> Parameters:
+        shown = -1
+
+        def progress(done: int, total: int) -> None:
+            nonlocal shown
+            quarter = 4 * done // total
+            if quarter > shown:
+                shown = quarter
+                report(f"loading {directory.name}: {25 * quarter}% of {total / 2**20:.1f} MiB")
+
+        return checkpoint.load(directory, self.model_config, place=self._place, report=progress)
+
+    def _place(self, array: np.ndarray, names: tuple[str, ...]) -> jax.Array:
+        # Copied, since a CPU device would go on using the mapped file itself.
+        return self.mesh.place(np.array(array), names)
+
+    def _allocate(self, report: Report) -> KVCache:
+        layout = self.layout
+        size = layout.num_blocks * layout.bytes_per_block + layout.num_slots * layout.bytes_per_slot
+        report(
+            f"allocating {size / 2**20:.1f} MiB of KV cache: {layout.num_blocks} blocks of "
+            f"{layout.bytes_per_block} bytes, {layout.num_slots} slots of {layout.bytes_per_slot}"
+        )
+        shardings = self.mesh.tree_shardings(layout.abstract(), layout.logical_axes())
+        return jax.jit(layout.zeros, out_shardings=shardings)()
+
+    def _compile(
+        self, buckets: BucketTable, report: Report
+    ) -> dict[tuple[StepKind, Bucket], CompiledStep]:
+        shapes = {(kind, bucket): _shape(kind, bucket) for kind, bucket in buckets}
+        for (_, bucket), shape in shapes.items():
+            _check_layout(bucket, shape)
+
+        def progress(done: int, total: int) -> None:
+            report(f"compiling steps: {done} of {total}")
+
+        compiled = compile_steps(self.model, shapes.values(), self.weights, self.cache, progress)
+        return {key: compiled[shape] for key, shape in shapes.items()}
+
+
+def _shape(kind: StepKind, bucket: Bucket) -> StepShape:
+    return StepShape(bucket.num_rows, bucket.num_tokens, bucket.num_blocks, kind is StepKind.DECODE)
+
+
+def _check_layout(bucket: Bucket, shape: StepShape) -> None:
+    """Packing and model must agree on every field of a buffer; a mismatch is a defect."""
+    packed = {name: (p.shape, p.dtype) for name, p in packing.layout(bucket).items()}
+    expected = {name: (dims, np.dtype(t)) for name, (dims, t) in batch.fields(shape).items()}
+    assert list(packed.items()) == list(expected.items()), (packed, expected)
+
+
+def _compute_dtype() -> type:
+    # A CPU computes in float32 anyway, and bfloat16 there only costs conversions and accuracy.
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
