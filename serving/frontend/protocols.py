@@ -210,6 +210,10 @@ class ChatCall:
         """The parser's usage with our counts: it does not see tokens that made no text."""
         prompt, cached = len(self.requests[0].prompt_token_ids), self._num_cached
         parsed.update(usage(prompt, self._num_generated, cached))
+        details = parsed.get("completion_tokens_details") or {}
+        if "reasoning_tokens" in details:
+            # The parser counts tokens again that it held back for an unfinished character.
+            details["reasoning_tokens"] = min(details["reasoning_tokens"], self._num_generated)
         parsed["prompt_cache_hit_tokens"] = cached
         parsed["prompt_cache_miss_tokens"] = prompt - cached
         return parsed

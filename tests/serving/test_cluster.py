@@ -1,0 +1,93 @@
+"""Goal: the configuration becomes the shapes, pools and limits it promises, and combinations that
+cannot serve one full request are refused before anything is compiled.
+
+Method: capacities compared with numbers worked out by hand; a built cluster answers a request.
+"""
+
+import random
+
+import pytest
+
+from serving.cluster import (
+    FRONTEND,
+    MESH_WORKER,
+    Environment,
+    ModelFacts,
+    build,
+    make_engine,
+    plan_capacity,
+)
+from serving.config import EngineOptions, ServingConfig
+from serving.core.buckets import Bucket, StepKind
+from serving.core.request import Request, SamplingParams
+from serving.nodes import messages
+from serving.nodes.messages import Message
+from serving.nodes.node import Execute, NodeId, Outbox, Send
+from serving.transport.driver import SystemClock
+from sharding.config_file import ConfigError
+from tests.serving.scripted import ScriptedExecutor
+
+FACTS = ModelFacts(vocab_size=320, max_position_embeddings=4096, eos_token_id=1)
+
+
+class SilentNode:
+    """A frontend that asks for nothing."""
+
+    node_id = FRONTEND
+    outbox = Outbox()
+
+    def on_message(self, source: NodeId, message: Message) -> None:
+        pass
+
+    def on_timer(self, name: str) -> None:
+        pass
+
+
+def test_capacity_follows_the_options() -> None:
+    options = EngineOptions(
+        max_context=512,
+        num_blocks=9,
+        prefill_tokens=(2, 64),
+        prefill_rows=4,
+        decode_rows=(1, 6),
+    )
+    capacity = plan_capacity(options)
+    assert list(capacity.buckets) == [
+        # No prompt can share a chunk of 2 tokens with more than one other.
+        (StepKind.PREFILL, Bucket(2, 2, 4)),
+        (StepKind.PREFILL, Bucket(4, 64, 4)),
+        (StepKind.DECODE, Bucket(1, 1, 4)),
+        (StepKind.DECODE, Bucket(6, 6, 4)),
+    ]
+    assert capacity.num_blocks == 9
+    assert capacity.num_slots == 7, "six sequences and the padding slot"
+
+
+def test_impossible_capacities_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_context is 500; expected a multiple of 128"):
+        plan_capacity(EngineOptions(max_context=500))
+    with pytest.raises(ConfigError, match="num_blocks is 32; expected at least 33"):
+        plan_capacity(EngineOptions(max_context=4096, num_blocks=32))
+    plan_capacity(EngineOptions(max_context=4096, num_blocks=33))
+
+
+def test_engine_has_the_limits_of_options_and_model() -> None:
+    options = EngineOptions(max_context=256, num_blocks=5, waiting_max=3, decode_rows=(2,))
+    limits = make_engine(options, FACTS, random.Random(1)).limits
+    assert (limits.context_max, limits.num_blocks, limits.num_slots) == (256, 5, 3)
+    assert (limits.waiting_max, limits.vocab_size, limits.eos_token_id) == (3, 320, 1)
+    with pytest.raises(ConfigError, match="expected at most 4096, the longest context"):
+        make_engine(EngineOptions(max_context=8192), FACTS, random.Random(1))
+
+
+def test_built_worker_serves_and_uses_the_executor() -> None:
+    executor = ScriptedExecutor(lambda position: 7)
+    environment = Environment(SystemClock(), random.Random(1), executor)
+    cluster = build(ServingConfig(), FACTS, environment, SilentNode())
+    assert cluster.executors == {MESH_WORKER: executor}
+    worker, frontend = cluster.nodes
+    assert (worker.node_id, frontend.node_id) == (MESH_WORKER, FRONTEND)
+    worker.on_message(FRONTEND, messages.Submit(Request("a", (3,), SamplingParams(max_tokens=2))))
+    effects = worker.outbox.take()
+    assert effects[0] == Send(FRONTEND, messages.Admitted("a"))
+    assert isinstance(effects[1], Execute)

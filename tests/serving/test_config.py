@@ -1,0 +1,62 @@
+"""Goal: the configuration reads from TOML, its defaults are the shipped file, and what cannot work
+is refused with the key, the received value and what was expected.
+
+Method: files written for each case, and the shipped file compared with the defaults.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from serving.config import DEFAULT_CONFIG, DEFAULT_MODEL_DIR, ServingConfig, load_config
+from sharding.config_file import ConfigError, override_from_text
+
+
+def test_shipped_file_states_every_default() -> None:
+    assert load_config() == ServingConfig()
+    text = DEFAULT_CONFIG.read_text()
+    for table in (ServingConfig().model, ServingConfig().server, ServingConfig().engine):
+        for name in table.__dataclass_fields__:
+            assert f"\n{name} = " in text, f"{name} is not in {DEFAULT_CONFIG.name}"
+
+
+def test_file_states_only_what_differs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[server]\nport = 9000\n[model]\ncache_format = "noq"\n')
+    config = load_config(path)
+    assert config.server.port == 9000 and config.model.cache_format == "noq"
+    assert config.engine == ServingConfig().engine
+
+
+def test_model_directory_and_name() -> None:
+    default = ServingConfig().model
+    assert default.directory == DEFAULT_MODEL_DIR and default.served_name == "tiny-v41"
+    other = override_from_text(ServingConfig(), ["model.path=/models/big/"]).model
+    assert other.directory == Path("/models/big") and other.served_name == "big"
+    named = override_from_text(ServingConfig(), ["model.name=mine"]).model
+    assert named.served_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("server.port=70000", "server.*port: received 70000; expected 0 to 65535"),
+        ("server.prot=1", "unknown key"),
+        ("server.drain_s=-1", "drain_s: received -1"),
+        ("server.body_bytes_max=0", "body_bytes_max: received 0; expected at least 1"),
+        ("server.prompts_max=0", "prompts_max"),
+        ("server.backlog_tokens_max=0", "backlog_tokens_max"),
+        ("engine.max_context=0", "max_context"),
+        ("engine.decode_rows=[8, 1]", "decode_rows: received .8, 1.; expected .* ascending"),
+        ("engine.prefill_tokens=[]", "prefill_tokens"),
+        ("engine.prefill_tokens=[0]", "prefill_tokens"),
+        ("engine.prefill_rows=0", "prefill_rows"),
+        ("engine.waiting_max=0", "waiting_max"),
+        ("engine.step_timeout_s=0", "step_timeout_s"),
+        ("model.cache_format=int4", "cache_format"),
+        ("engine.num_blocks=many", "num_blocks"),
+    ],
+)
+def test_unusable_values_are_refused(assignment: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        override_from_text(ServingConfig(), [assignment])

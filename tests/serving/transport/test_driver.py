@@ -1,0 +1,193 @@
+"""Goal: the driver performs every effect of its nodes: messages, timers and executions, runs plans
+off the event loop, and turns exceptions into messages.
+
+Method: nodes that record what they get and ask for what a test tells them to.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.core.buckets import Bucket, StepKind
+from serving.core.step_plan import StepPlan, StepResult
+from serving.nodes import messages
+from serving.nodes.messages import Message
+from serving.nodes.node import NodeId, Outbox
+from serving.transport.driver import Driver, SystemClock
+
+A, B = NodeId("a", "0"), NodeId("b", "0")
+
+
+class Recorder:
+    """A node that keeps what it gets; `react` may ask for effects."""
+
+    def __init__(self, node_id: NodeId, react: Callable[..., None] = lambda *_: None) -> None:
+        self.node_id = node_id
+        self.outbox = Outbox()
+        self.got: list[Any] = []
+        self._react = react
+
+    def on_message(self, source: NodeId, message: Message) -> None:
+        self.got.append(message)
+        self._react(self, message)
+
+    def on_timer(self, name: str) -> None:
+        self.got.append(name)
+        self._react(self, name)
+
+
+class RecordingExecutor:
+    """Remembers the threads it ran on; fails for step 1."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self._plan: StepPlan | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        self.threads.append(threading.current_thread().name)
+        self._plan = plan
+
+    def collect(self) -> StepResult:
+        assert self._plan is not None
+        if self._plan.step_index == 1:
+            raise ValueError("no such bucket")
+        return StepResult(self._plan.step_index, np.array([7], np.int32))
+
+
+def plan_of(step_index: int) -> StepPlan:
+    none = np.zeros(0, np.int32)
+    return StepPlan(step_index, StepKind.DECODE, Bucket(1, 1, 1), *([none] * 10))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_messages_travel_both_ways() -> None:
+    def answer(node: Recorder, message: Message) -> None:
+        node.outbox.send(A, messages.Admitted("back"))
+
+    async def run() -> None:
+        a, b = Recorder(A), Recorder(B, answer)
+        async with Driver([a, b], {}) as driver:
+            a.outbox.send(B, messages.Admitted("there"))
+            driver.perform(A)
+        assert b.got == [messages.Admitted("there")]
+        assert a.got == [messages.Admitted("back")]
+
+    asyncio.run(run())
+
+
+def test_message_to_nobody_is_dropped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        a = Recorder(A)
+        async with Driver([a], {}) as driver:
+            a.outbox.send(B, messages.Admitted("x"))
+            driver.perform(A)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "unknown node b/0" in caplog.text
+
+
+def test_plans_run_on_their_own_thread_in_order() -> None:
+    async def run() -> None:
+        a, executor = Recorder(A), RecordingExecutor()
+        async with Driver([a], {A: executor}) as driver:
+            for step in (0, 2, 3):
+                a.outbox.execute(plan_of(step))
+            driver.perform(A)
+            await until(lambda: len(a.got) == 3)
+        assert [message.result.step_index for message in a.got] == [0, 2, 3]
+        assert set(executor.threads) == {"executor a/0"}
+
+    asyncio.run(run())
+
+
+def test_exception_of_an_executor_becomes_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        a = Recorder(A)
+        async with Driver([a], {A: RecordingExecutor()}) as driver:
+            a.outbox.execute(plan_of(1))
+            driver.perform(A)
+            await until(lambda: bool(a.got))
+        assert a.got == [messages.StepFailed(1, "ValueError: no such bucket")]
+
+    asyncio.run(run())
+    assert "step 1 failed" in caplog.text
+
+
+def test_exception_of_a_node_is_told_to_the_node(caplog: pytest.LogCaptureFixture) -> None:
+    def stumble(node: Recorder, message: Message) -> None:
+        if isinstance(message, messages.Admitted):
+            raise AssertionError("impossible")
+        node.outbox.send(B, messages.Failed("x", "told"))
+
+    async def run() -> None:
+        a, b = Recorder(A, stumble), Recorder(B)
+        async with Driver([a, b], {}) as driver:
+            b.outbox.send(A, messages.Admitted("x"))
+            driver.perform(B)
+        assert a.got == [messages.Admitted("x"), messages.Crashed("AssertionError: impossible")]
+        assert b.got == [messages.Failed("x", "told")]
+
+    asyncio.run(run())
+    assert "impossible" in caplog.text
+
+
+def test_node_that_fails_on_its_own_failure_does_not_loop(caplog: pytest.LogCaptureFixture) -> None:
+    def stumble(node: Recorder, message: Message) -> None:
+        raise AssertionError("always")
+
+    async def run() -> None:
+        a = Recorder(A, stumble)
+        async with Driver([a], {}) as driver:
+            a.outbox.send(A, messages.Admitted("x"))
+            driver.perform(A)
+        assert a.got == [messages.Admitted("x"), messages.Crashed("AssertionError: always")]
+
+    asyncio.run(run())
+
+
+def test_timers_fire_once_and_restart_when_set_again() -> None:
+    async def run() -> None:
+        a = Recorder(A)
+        async with Driver([a], {}) as driver:
+            started = time.monotonic()
+            a.outbox.set_timer("one", 1_000_000_000)
+            a.outbox.set_timer("one", 20_000_000)
+            a.outbox.set_timer("two", 10_000_000)
+            driver.perform(A)
+            await until(lambda: len(a.got) == 2)
+            assert time.monotonic() - started < 0.9, "setting a timer again replaces it"
+            await asyncio.sleep(0.03)
+        assert a.got == ["two", "one"]
+
+    asyncio.run(run())
+
+
+def test_no_timer_fires_after_the_end() -> None:
+    async def run() -> None:
+        a = Recorder(A)
+        async with Driver([a], {}) as driver:
+            a.outbox.set_timer("late", 10_000_000)
+            driver.perform(A)
+        await asyncio.sleep(0.03)
+        assert a.got == []
+
+    asyncio.run(run())
+
+
+def test_system_clock_goes_forward_and_knows_the_date() -> None:
+    clock = SystemClock()
+    first = clock.now_ns()
+    assert clock.now_ns() >= first
+    assert abs(clock.unix_s() - time.time()) < 5
