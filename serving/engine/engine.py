@@ -224,16 +224,13 @@ class Engine:
         """
         plan = self._check_result(result)
         self._in_flight.popleft()
-        tokens = result.token_ids
-        if plan.kind is StepKind.DECODE:
-            tokens = tokens[np.cumsum(plan.num_tokens) - 1]
         table = self._table
         ends = plan.starts + plan.num_tokens
         # A chunk that is not a prompt's last one samples too, but its token means nothing.
         is_sampled = (table.sequence_ids[plan.slots] == plan.sequence_ids) & (
             table.num_tokens[plan.slots] == ends
         )
-        deltas = self._add_tokens(plan.kind, plan.slots[is_sampled], tokens[is_sampled])
+        deltas = self._add_tokens(plan.kind, plan.slots[is_sampled], result.token_ids[is_sampled])
         table.settle(plan.step_index)
         return deltas
 
@@ -388,11 +385,11 @@ class Engine:
                 f"result of step {result.step_index}; expected step {plan.step_index}, the oldest "
                 "in flight"
             )
-        num_tokens = plan.num_rows if plan.kind is StepKind.PREFILL else len(plan.token_ids)
-        if result.token_ids.shape != (num_tokens,):
+        # One token per row in both kinds of step: a row decodes one token at a time.
+        if result.token_ids.shape != (plan.num_rows,):
             raise ValueError(
                 f"result of step {plan.step_index} has token_ids of shape "
-                f"{result.token_ids.shape}; expected ({num_tokens},)"
+                f"{result.token_ids.shape}; expected ({plan.num_rows},)"
             )
         return plan
 

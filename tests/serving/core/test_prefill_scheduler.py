@@ -98,6 +98,12 @@ def test_blocks_promised_to_running_sequences_are_not_given_away() -> None:
         assert len(queue) == 1 - num_started
 
 
+def test_prompts_that_start_together_do_not_get_the_same_blocks() -> None:
+    queue = make_queue(make_sequence(0, 15), make_sequence(1, 15), make_sequence(2, 15))
+    start_waiting(queue, make_table([], num_blocks=11))
+    assert [sequence.sequence_id for sequence in queue] == [2]
+
+
 def test_a_prompt_that_fills_the_pool_to_its_limit_starts_in_an_empty_one() -> None:
     table = make_table([], num_blocks=6)
     queue = make_queue(make_sequence(0, 19, length_limit=20))

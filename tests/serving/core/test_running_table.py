@@ -45,6 +45,7 @@ def test_entering_fills_the_columns_and_leaving_returns_everything() -> None:
     assert not table.block_tables[row].any()
     again = enter(table, 8)
     assert again == row
+    assert table.last_steps[row] == -1
     assert table.stop_tokens[row].tolist() == [-1, -1]
 
 
