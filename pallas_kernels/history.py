@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class TokenHistory(NamedTuple):
@@ -26,7 +27,9 @@ class TokenHistory(NamedTuple):
     row_start: jax.Array
     slot: jax.Array
 
-    def gather(self, ring: Any, recent: Any, distances: jax.Array) -> tuple[Any, jax.Array]:
+    def gather(
+        self, ring: Any, recent: Any, distances: jax.Array | np.ndarray
+    ) -> tuple[Any, jax.Array]:
         """Values `distances` [N] tokens back, for every token.
 
         Args:

@@ -61,6 +61,7 @@ def grouped_matmul(
         limit: clamp of gate (from above) and up branch (both sides).
         activation_format: quantises the inputs of both products; None leaves them.
     """
+    _expect(w1.ndim == 3, "w1", w1.shape, "[E, F, D]")
     num_experts, ffn, width = w1.shape
     _expect(x.ndim == 2 and x.shape[1] == width, "x", x.shape, f"[T, {width}]")
     _expect(w3.shape == w1.shape, "w3", w3.shape, str(w1.shape))
@@ -98,11 +99,13 @@ def hyper_mix(
         fn: [S * (2 + S), S * D] float32.  scale: [3].  base: [S * (2 + S)].
         iterations: Sinkhorn rounds, the first included.  eps: added in pre and in Sinkhorn.
     """
+    _expect_streams(streams, output, pre)
     _, num_streams, width = streams.shape
     rows = num_streams * (2 + num_streams)
     _expect(fn.shape == (rows, num_streams * width), "fn", fn.shape, f"[{rows}, S * D]")
     _expect(base.shape == (rows,), "base", base.shape, f"[{rows}]")
-    _expect((output is None) == (mix is None), "mix", mix is None, "None exactly when output is")
+    _expect(scale.shape == (3,), "scale", scale.shape, "[3]")
+    _expect_both("mix", mix, "output", output)
     return _hyper_mix.hyper_mix(
         streams, output, mix, pre, fn, scale, base, iterations=iterations, eps=eps
     )
@@ -110,11 +113,13 @@ def hyper_mix(
 
 def hyper_finish(streams: jax.Array, output: jax.Array, mix: Mix) -> jax.Array:
     """Only the first half of `hyper_mix`: streams [T, S, D] after `output` [T, D] was added."""
+    _expect_streams(streams, output, mix.post)
     return _hyper_mix.expand(streams, output, mix)
 
 
 def hyper_collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
     """Only the middle of `hyper_mix`: streams [T, S, D] summed with weights `pre` [T, S]."""
+    _expect_streams(streams, None, pre)
     return _hyper_mix.collapse(streams, pre)
 
 
@@ -157,13 +162,28 @@ def sparse_attention(
         entries: [num_blocks, entries_per_block, D] compressed entries, or None.
         entry_index: [T, K] int32 flat index `block * entries_per_block + offset`; -1 is absent.
         sink: [H] float32.
-        window: number of window tokens.  scale: multiplies the dot products, not the sink.
+        window: number of window tokens, at most `ring_length + 1`.
+        scale: multiplies the dot products, not the sink.
     """
+    _expect(q.ndim == 3, "q", q.shape, "[T, H, D]")
     _, num_heads, width = q.shape
-    _expect(ring.shape[-1] == width, "ring", ring.shape, f"[S, L, {width}]")
+    # The token itself never comes from the ring.
+    reaches = ring.ndim == 3 and ring.shape[1] >= window - 1
+    _expect(
+        reaches and ring.shape[-1] == width,
+        "ring",
+        ring.shape,
+        f"[S, L, {width}], L at least {window - 1}",
+    )
+    _expect(_format(recent) == _format(ring), "recent", _format(recent), f"{_format(ring)}")
     _expect(recent.shape == (q.shape[0], width), "recent", recent.shape, f"[T, {width}]")
     _expect(sink.shape == (num_heads,), "sink", sink.shape, f"[{num_heads}]")
-    _expect((entries is None) == (entry_index is None), "entry_index", entry_index is None, "both")
+    _expect_both("entry_index", entry_index, "entries", entries)
+    if entries is not None and entry_index is not None:
+        fits = entries.ndim == 3 and entries.shape[-1] == width
+        _expect(fits, "entries", entries.shape, f"[num_blocks, entries_per_block, {width}]")
+        fits = entry_index.ndim == 2 and entry_index.shape[0] == q.shape[0]
+        _expect(fits, "entry_index", entry_index.shape, f"[{q.shape[0]}, K]")
     return _sparse_attention.sparse_attention(
         q, ring, recent, history, entries, entry_index, sink, window=window, scale=scale
     )
@@ -201,11 +221,18 @@ def index_topk(
         [T, k] int32 entry numbers within the sequence, and [T, num_candidate_blocks] int32
         ascending, then -1 (None if not asked for).
     """
+    _expect(keys.ndim == 3, "keys", keys.shape, "[num_blocks, entries_per_block, D]")
     _expect(
         q.ndim == 3 and q.shape[-1] == keys.shape[-1], "q", q.shape, f"[T, H, {keys.shape[-1]}]"
     )
+    _expect(block_table.ndim == 2, "block_table", block_table.shape, "[R, B]")
     _expect(head_weight.shape == q.shape[:2], "head_weight", head_weight.shape, f"{q.shape[:2]}")
     _expect(row.shape == num_visible.shape == q.shape[:1], "row", row.shape, "[T] like num_visible")
+    _expect(k > 0, "k", k, "at least 1")
+    _expect(candidate_block_size > 0, "candidate_block_size", candidate_block_size, "at least 1")
+    if candidates is not None:
+        fits = candidates.ndim == 2 and candidates.shape[0] == q.shape[0]
+        _expect(fits, "candidates", candidates.shape, f"[{q.shape[0]}, C]")
     return _index_topk.index_topk(
         q,
         head_weight,
@@ -235,9 +262,38 @@ def sample_tokens(
     random number that depends on `seed` [M, 2] uint32 (high, low) and `position` [M] alone.
     """
     _expect(logits.ndim == 2, "logits", logits.shape, "[M, V]")
-    _expect(seed.shape == (logits.shape[0], 2), "seed", seed.shape, f"[{logits.shape[0]}, 2]")
+    num_rows = logits.shape[0]
+    _expect(seed.shape == (num_rows, 2), "seed", seed.shape, f"[{num_rows}, 2]")
+    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "position": position}
+    for name, column in columns.items():
+        _expect(column.shape == (num_rows,), name, column.shape, f"[{num_rows}]")
     return _sample_tokens.sample_tokens(
         logits.astype(jnp.float32), temperature, top_k, top_p, seed, position
+    )
+
+
+def _format(array: Packed) -> str:
+    return array.format.name if isinstance(array, ScaledArray) else "unquantised"
+
+
+def _expect_streams(streams: jax.Array, output: jax.Array | None, weight: jax.Array) -> None:
+    _expect(streams.ndim == 3, "streams", streams.shape, "[T, S, D]")
+    num_tokens, num_streams, width = streams.shape
+    _expect(
+        weight.shape == (num_tokens, num_streams),
+        "weights of the streams",
+        weight.shape,
+        f"[{num_tokens}, {num_streams}]",
+    )
+    if output is not None:
+        fits = output.shape == (num_tokens, width)
+        _expect(fits, "output", output.shape, f"[{num_tokens}, {width}]")
+
+
+def _expect_both(name: str, value: object, other_name: str, other: object) -> None:
+    received = "None" if value is None else "given"
+    _expect(
+        (value is None) == (other is None), name, received, f"None exactly when {other_name} is"
     )
 
 

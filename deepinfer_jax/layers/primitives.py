@@ -1,4 +1,4 @@
-"""What every block is made of: norm, linear product, rotation, and the facts of the running step."""
+"""What every block is made of: norm, linear product, rotation, and the facts of a running step."""
 
 import dataclasses
 from collections.abc import Callable

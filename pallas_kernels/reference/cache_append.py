@@ -1,4 +1,4 @@
-"""Quantise new rows and write them into a paged pool or a ring: what it means, in plain jax.numpy."""
+"""Quantise new rows and write them into blocks or a ring: what it means, in plain jax.numpy."""
 
 import jax
 import jax.numpy as jnp
