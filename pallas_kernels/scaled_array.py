@@ -15,7 +15,7 @@ share a scale along the last two dimensions, and the rule that finds a scale whe
 
 Two FP4 codes share a byte, the even channel in the low nibble; bit 3 of a code is its sign.
 Encoding rounds to nearest, ties to the even code, and saturates. Powers of two are stored as
-`float8_e8m0fnu` (byte b means 2^(b - 127)).
+`float8_e8m0fnu` (byte b means 2^(b - 127)); byte 0, which encoding never writes, reads as zero.
 """
 
 from dataclasses import dataclass

@@ -32,7 +32,9 @@ def _draw(
     position: jax.Array,
 ) -> jax.Array:
     vocab_size = logits.shape[-1]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    # Below the largest logit nothing overflows, however small the temperature.
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = below / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     values, order = jax.lax.top_k(scaled, vocab_size)
     rank = jnp.arange(vocab_size)[None, :]
     in_top_k = rank < jnp.where(top_k > 0, top_k, vocab_size)[:, None]
