@@ -39,6 +39,8 @@ def test_entering_fills_the_columns_and_leaving_returns_everything() -> None:
     assert (table.block_tables[row] > 0).tolist() == [True] * 3 + [False] * 5
     table.begin_decoding(row)
     assert (table.prefilling_rows.tolist(), table.decoding_rows.tolist()) == ([other], [row])
+    table.last_steps[row] = 3
+    table.settle(3)
     table.leave(row, SequenceStatus.FINISHED)
     assert table.blocks.num_free == 6
     assert table.slots.num_free == 2
