@@ -10,11 +10,12 @@ A row of a prompt file is a JSON object with one of `prompt` (text), `messages` 
 `prompt_token_ids`, and optional sampling fields under the names of `SamplingParams`.
 """
 
+import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import deepseek_recipe as recipe
 import msgspec
@@ -25,7 +26,7 @@ from serving.config import ServingConfig, load_config
 from serving.core.request import FinishReason, Request, RequestError, SamplingParams
 from serving.engine.engine import run_step
 from serving.frontend import fields
-from serving.frontend.errors import ApiError, decode_body, recipe_errors
+from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
 from serving.loading import LoadedModel, load_model
 from sharding.config_file import override
 
@@ -131,7 +132,7 @@ class LLM:
         requests = []
         for index, (prompt, sampling) in enumerate(zip(many, sampling_params, strict=True)):
             try:
-                requests.append(Request(str(index), self._encode(prompt, {}), sampling))
+                requests.append(Request(str(index), self._encode(prompt), sampling))
             except ApiError as error:
                 raise RequestError(f"prompt {index}: {error}", error.param) from None
         return list(
@@ -162,28 +163,50 @@ class LLM:
         max_tokens = fields.integer(values, "max_tokens")
         sampling = fields.sampling_params(
             values,
-            max_tokens=SamplingParams.max_tokens if max_tokens is None else max_tokens,
+            max_tokens=SamplingParams().max_tokens if max_tokens is None else max_tokens,
             vocab_size=self._model.facts.vocab_size,
             seed=fields.integer(values, "seed"),
         )
-        prompt = next(values[key] for key in _PROMPT_KEYS if key in values)
-        chat_fields = {key: values[key] for key in _CHAT_KEYS if key in values}
-        return Request(request_id, self._encode(prompt, chat_fields), sampling)
+        if "prompt" in values:
+            prompt = self._encode_text(values["prompt"])
+        elif "messages" in values:
+            chat = {key: values[key] for key in _CHAT_KEYS if key in values}
+            prompt = self._encode_chat(values["messages"], chat)
+        else:
+            prompt = self._checked_ids(values["prompt_token_ids"])
+        return Request(request_id, prompt, sampling)
 
-    def _encode(self, prompt: Prompt, chat_fields: dict[str, Any]) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises ApiError."""
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt of any form. Raises ApiError."""
         if isinstance(prompt, str):
-            with recipe_errors({}):
-                return self._model.codec.encode_text(prompt)
+            return self._encode_text(prompt)
         if prompt and isinstance(prompt[0], Mapping):
-            body = {"model": "offline", "messages": [dict(m) for m in prompt], **chat_fields}
-            options = recipe.ConversionOptions().with_model_versions_by_name(
-                {"offline": recipe.ModelVersion.DeepseekV41Flash}
-            )
-            with recipe_errors(body):
-                converted = recipe.ChatCompletionRequest(body).convert(options)
-                return self._model.codec.encode_chat(converted.conversation)
-        return tuple(prompt)  # type: ignore[arg-type]
+            return self._encode_chat([dict(cast(Any, message)) for message in prompt], {})
+        return self._checked_ids(prompt)
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        with recipe_errors({"model": "-", "messages": "-"}):
+            return self._model.codec.encode_text(text)
+
+    def _encode_chat(self, chat: list[Any], options: dict[str, Any]) -> tuple[int, ...]:
+        body = {"model": "offline", "messages": chat, **options}
+        conversion = recipe.ConversionOptions().with_model_versions_by_name(
+            {"offline": recipe.ModelVersion.DeepseekV41Flash}
+        )
+        with recipe_errors(body):
+            converted = recipe.ChatCompletionRequest(body).convert(conversion)
+            return self._model.codec.encode_chat(converted.conversation)
+
+    def _checked_ids(self, token_ids: Sequence[Any]) -> tuple[int, ...]:
+        vocab_size = self._model.facts.vocab_size
+        ids = [_as_int(token) for token in token_ids]
+        for index, token in enumerate(ids):
+            if not fields.is_token_id(token, vocab_size):
+                raise bad_request(
+                    f"token {index} of the prompt is {token!r}; expected 0 to {vocab_size - 1}",
+                    "prompt_token_ids",
+                )
+        return tuple(cast(list[int], ids))
 
     def _run(
         self, requests: Sequence[Request], names: Sequence[str], progress: bool
@@ -285,6 +308,14 @@ def _row(path: Path, line: int, text: bytes) -> Row:
     if not isinstance(values[given[0]], kind):
         raise RowError(f"{path}:{line}: {given[0]} is no {'text' if kind is str else 'list'}")
     return Row(line, values)
+
+
+def _as_int(token: object) -> object:
+    """Integers of numpy and the like as plain ones; anything else as it is."""
+    try:
+        return token if isinstance(token, bool) else operator.index(cast(Any, token))
+    except TypeError:
+        return token
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

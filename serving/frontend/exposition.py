@@ -77,7 +77,7 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"deepinfer_{name}", text, value=value)
     counters = {
         "engine_steps": ("Steps planned", engine.num_steps),
-        "num_preemptions": ("Requests put back for want of blocks", engine.num_preemptions),
+        "preemptions": ("Requests put back for want of blocks", engine.num_preemptions),
     }
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"deepinfer_{name}", text, value=value)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -33,7 +33,7 @@ from tests.serving.scripted import ScriptedExecutor
 CODEC = TextCodec.load(MODEL_DIR)
 LETTERS = [CODEC.encode_text(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz"]
 THINK_END = CODEC.encode_text("</think>")[0]
-HELLO = [{"role": "user", "content": "Hello"}]
+HELLO: Any = [{"role": "user", "content": "Hello"}]
 PLAIN = {"thinking": {"type": "disabled"}}
 
 
@@ -476,7 +476,7 @@ def test_slow_reader_is_cut_off() -> None:
         answer = asyncio.create_task(app(scope, receive, send))
         while not gateway.outbox._effects:
             await asyncio.sleep(0)
-        (submit,) = gateway.outbox.take()
+        (submit,) = cast(list[Any], gateway.outbox.take())
         request_id = submit.message.request.request_id
         gateway.on_message(worker, messages.Admitted(request_id))
         for count in range(12):

@@ -1,0 +1,132 @@
+"""Goal: fields are read with their types and ranges, and fields that we cannot honour are refused
+unless their value has no effect.
+
+Method: good and bad values of each reader side by side.
+"""
+
+import pytest
+
+from serving.core.request import SamplingParams
+from serving.frontend import fields
+from serving.frontend.errors import ApiError
+
+
+def test_readers_return_values_and_treat_null_as_absent() -> None:
+    body = {"i": 3, "f": 2, "b": True, "n": None}
+    assert fields.integer(body, "i") == 3
+    assert fields.number(body, "f") == 2.0 and isinstance(fields.number(body, "f"), float)
+    assert fields.boolean(body, "b") is True
+    assert fields.integer(body, "n") is None and fields.number(body, "x") is None
+    assert fields.boolean(body, "n") is False
+
+
+@pytest.mark.parametrize("reader", [fields.integer, fields.number, fields.boolean])
+@pytest.mark.parametrize("value", ["3", [3], {"a": 1}])
+def test_readers_refuse_other_types(reader: object, value: object) -> None:
+    with pytest.raises(ApiError) as caught:
+        reader({"name": value}, "name")  # type: ignore[operator]
+    assert caught.value.param == "name" and "expected" in caught.value.detail
+
+
+def test_truth_values_are_no_numbers() -> None:
+    for reader in (fields.integer, fields.number):
+        with pytest.raises(ApiError):
+            reader({"n": True}, "n")
+    with pytest.raises(ApiError):
+        fields.integer({"n": 1.0}, "n")
+    with pytest.raises(ApiError):
+        fields.boolean({"n": 1}, "n")
+
+
+def test_stop_strings() -> None:
+    assert fields.stop_strings({}) == ()
+    assert fields.stop_strings({"stop": "x"}) == ("x",)
+    assert fields.stop_strings({"stop": ["x", "y"]}) == ("x", "y")
+    assert len(fields.stop_strings({"stop": ["x"] * 16})) == 16
+    for bad in ("", [""], ["x"] * 17, 3, ["x", 3], {"a": "b"}):
+        with pytest.raises(ApiError) as caught:
+            fields.stop_strings({"stop": bad})
+        assert caught.value.param == "stop"
+
+
+def test_include_usage() -> None:
+    wanted = {"stream_options": {"include_usage": True}}
+    assert fields.include_usage(wanted, True) is True
+    assert fields.include_usage({"stream_options": {}}, True) is False
+    assert fields.include_usage({}, False) is False
+    for body, is_streamed in ((wanted, False), ({"stream_options": 1}, True)):
+        with pytest.raises(ApiError) as caught:
+            fields.include_usage(body, is_streamed)
+        assert caught.value.param == "stream_options"
+
+
+def test_sampling_params_from_a_body() -> None:
+    body = {"temperature": 0, "top_p": 0.5, "top_k": 4, "stop_token_ids": [7], "ignore_eos": True}
+    assert fields.sampling_params(body, max_tokens=9, vocab_size=8, seed=3) == SamplingParams(
+        max_tokens=9,
+        temperature=0.0,
+        top_k=4,
+        top_p=0.5,
+        seed=3,
+        stop_token_ids=(7,),
+        ignore_eos=True,
+    )
+    default = fields.sampling_params({"top_k": -1}, max_tokens=9, vocab_size=8, seed=None)
+    assert default == SamplingParams(max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop_token_ids": [8]}, "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids"),
+        ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"ignore_eos": "no"}, "ignore_eos"),
+    ],
+)
+def test_bad_sampling_params(body: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        fields.sampling_params(body, max_tokens=1, vocab_size=8, seed=None)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "asking"),
+    [
+        ("n", 1, 2),
+        ("best_of", 1, 3),
+        ("logit_bias", {}, {"3": 1}),
+        ("presence_penalty", 0.0, 0.1),
+        ("frequency_penalty", 0, -1),
+        ("repetition_penalty", 1.0, 1.1),
+        ("min_p", 0, 0.2),
+        ("min_tokens", 0, 1),
+        ("logprobs", False, True),
+        ("top_logprobs", 0, 2),
+        ("suffix", "", "end"),
+        ("functions", [], [{"name": "f"}]),
+        ("function_call", "none", "auto"),
+        ("audio", None, {}),
+        ("prediction", None, {}),
+        ("web_search_options", None, {}),
+        ("guided_json", None, {}),
+        ("guided_regex", None, "a"),
+        ("guided_choice", None, ["a"]),
+        ("guided_grammar", None, "a"),
+        ("structured_outputs", None, {}),
+    ],
+)
+def test_unsupported_fields(name: str, neutral: object, asking: object) -> None:
+    fields.refuse_unsupported({name: neutral, "user": "anybody"})
+    with pytest.raises(ApiError) as caught:
+        fields.refuse_unsupported({name: asking})
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_zero_is_not_false() -> None:
+    # For completions `logprobs` is a count, and 0 asks for the chosen token's probability.
+    with pytest.raises(ApiError):
+        fields.refuse_unsupported({"logprobs": 0})

@@ -1,0 +1,162 @@
+"""Goal: a chat body becomes the right engine request, and tokens become the right chunks, however
+the engine cuts them into updates.
+
+Method: calls fed with updates by hand; texts and counts known beforehand.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from serving.core.request import FinishReason, SamplingParams
+from serving.frontend.errors import ApiError
+from serving.frontend.gateway import Update
+from serving.frontend.protocols import (
+    ChatCall,
+    ServedModel,
+    error_event,
+    event,
+    visible_tokens,
+)
+from serving.frontend.text import TextCodec
+from serving.transport.driver import SystemClock
+from tests.serving.running_service import MODEL_DIR
+
+CODEC = TextCodec.load(MODEL_DIR)
+MODEL = ServedModel("tiny", CODEC, vocab_size=320, context_max=256, eos_token_id=1)
+EOS = 1
+
+
+def make_call(**changes: object) -> ChatCall:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "thinking": {"type": "disabled"},
+        "stream": True,
+    }
+    return ChatCall(json.dumps(body | changes).encode(), MODEL, SystemClock())
+
+
+def chunks_of(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(part.removeprefix(b"data: ")) for part in data.split(b"\n\n") if part]
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def test_request_has_the_prompt_and_the_sampling_of_the_body() -> None:
+    call = make_call(max_tokens=9, temperature=0.5, top_p=0.25, top_k=3, seed=2**62)
+    (request,) = call.requests
+    assert request.sampling == SamplingParams(
+        max_tokens=9, temperature=0.5, top_p=0.25, top_k=3, seed=2**62
+    )
+    assert CODEC.decode(request.prompt_token_ids).count("Hello") == 1
+    assert request.request_id.startswith("chatcmpl-")
+    assert make_call().requests[0].request_id != request.request_id
+
+
+def test_explicit_sampling_holds_while_thinking_too() -> None:
+    # The converter fixes the temperature at 1 while the model thinks; a client that says 0 means 0.
+    call = make_call(thinking={"type": "enabled"}, temperature=0, top_p=0.5)
+    assert call.requests[0].sampling.temperature == 0
+    assert call.requests[0].sampling.top_p == 0.5
+
+
+def test_limit_of_tokens_defaults_to_the_room_that_is_left() -> None:
+    call = make_call()
+    prompt = len(call.requests[0].prompt_token_ids)
+    assert call.requests[0].sampling.max_tokens == 256 - prompt
+    assert make_call(max_completion_tokens=7).requests[0].sampling.max_tokens == 7
+    both = make_call(max_completion_tokens=7, max_tokens=9)
+    assert both.requests[0].sampling.max_tokens == 7, "the newer name wins"
+
+
+def test_prompt_over_the_context_names_the_messages() -> None:
+    with pytest.raises(ApiError) as caught:
+        make_call(messages=[{"role": "user", "content": "x" * 300}])
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_text_does_not_depend_on_the_cut(size: int) -> None:
+    call = make_call(stream_options={"include_usage": True})
+    ids = list(CODEC.encode_text("Grüße, 😀 world")) + [EOS]
+    chunks = chunks_of(call.opening())
+    for start in range(0, len(ids), size):
+        part = ids[start : start + size]
+        reason = FinishReason.STOP if start + size >= len(ids) else None
+        assert not call.is_over(0)
+        chunks += chunks_of(call.feed(Update(0, part, reason, 2)))
+    assert call.is_over(0)
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert text_of(chunks) == "Grüße, 😀 world"
+    assert all(chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:-1])
+    assert chunks[-1]["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    (last,) = chunks_of(call.closing())
+    prompt = len(call.requests[0].prompt_token_ids)
+    assert last["choices"] == [] and last["id"] == chunks[0]["id"]
+    assert last["usage"]["completion_tokens"] == len(ids), "the end token was sampled too"
+    assert last["usage"]["prompt_tokens"] == prompt
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert last["usage"]["prompt_cache_miss_tokens"] == prompt - 2
+
+
+def test_tokens_after_a_stop_string_are_ignored() -> None:
+    call = make_call(stop=["wor"])
+    call.opening()
+    chunks = chunks_of(call.feed(Update(0, list(CODEC.encode_text("hello world")))))
+    assert call.is_over(0)
+    assert text_of(chunks) == "hello "
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert call.feed(Update(0, [40], FinishReason.LENGTH)) == b""
+
+
+def test_whole_answer_counts_what_an_unfinished_character_hides() -> None:
+    call = make_call(stream=False)
+    assert call.opening() == b""
+    ids = [*CODEC.encode_text("ab"), CODEC.encode_text("é")[0]]
+    if len(CODEC.encode_text("é")) == 1:
+        ids[-1] = CODEC.encode_text("😀")[0]
+    assert call.feed(Update(0, ids, FinishReason.LENGTH)) == b""
+    answer = json.loads(call.answer())
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == len(ids)
+    assert answer["object"] == "chat.completion"
+
+
+def test_reasoning_tokens_never_exceed_the_answer() -> None:
+    call = make_call(stream=False, thinking={"type": "enabled"})
+    call.opening()
+    half = CODEC.encode_text("😀")[0]
+    for _ in range(5):
+        call.feed(Update(0, [half, half]))
+    call.feed(Update(0, [40], FinishReason.LENGTH))
+    usage = json.loads(call.answer())["usage"]
+    assert usage["completion_tokens"] == 11
+    assert 0 <= usage["completion_tokens_details"]["reasoning_tokens"] <= 11
+
+
+def test_visible_tokens_leave_out_only_what_stopped_the_sequence() -> None:
+    stopped = Update(0, [5, 1], FinishReason.STOP)
+    plain, ignoring = SamplingParams(), SamplingParams(ignore_eos=True, stop_token_ids=(7,))
+    assert visible_tokens(stopped, plain, 1) == [5]
+    assert visible_tokens(stopped, ignoring, 1) == [5, 1]
+    assert visible_tokens(Update(0, [5, 7], FinishReason.STOP), ignoring, 1) == [5]
+    assert visible_tokens(Update(0, [5, 1], FinishReason.LENGTH), plain, 1) == [5, 1]
+    assert visible_tokens(Update(0, [5]), plain, 1) == [5]
+    assert visible_tokens(Update(0, [], FinishReason.STOP), plain, 1) == []
+
+
+def test_events() -> None:
+    assert event('{"a": 1}') == b'data: {"a": 1}\n\n'
+    lines = error_event(ApiError(500, "lost")).split(b"\n")
+    assert lines[0] == b"event: error"
+    assert json.loads(lines[1].removeprefix(b"data: "))["error"]["message"] == "lost"

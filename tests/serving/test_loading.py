@@ -1,0 +1,111 @@
+"""Goal: loading hands the configuration on as it is, and every unusable checkpoint is one clear
+line, found before anything is compiled.
+
+Method: damaged copies of the tiny checkpoint through the real loader; a recorder in place of the
+executor where a whole load would only repeat what other tests do.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import serving.engine.jax_executor
+from serving.config import ServingConfig
+from serving.core.buckets import Bucket, StepKind
+from serving.loading import load_model
+from sharding.config_file import ConfigError, override
+from tests.serving.running_service import MODEL_DIR
+
+
+def configured(**changes: object) -> ServingConfig:
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    return override(ServingConfig(), dotted)
+
+
+def test_configuration_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    class Recorder:
+        model_config = SimpleNamespace(vocab_size=320, max_position_embeddings=99, eos_token_id=1)
+
+        def __init__(self, *arguments: object, report: object) -> None:
+            made.append((*arguments, report))
+
+    monkeypatch.setattr(serving.engine.jax_executor, "JaxExecutor", Recorder)
+    lines: list[str] = []
+    model = load_model(
+        configured(
+            model__cache_format="noq",
+            engine__decode_rows=[3],
+            engine__num_blocks=40,
+            engine__max_context=256,
+        ),
+        lines.append,
+    )
+    directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report = made[0]
+    assert (directory, cache_format) == (MODEL_DIR, "noq")
+    assert (StepKind.DECODE, Bucket(3, 3, 2)) in list(buckets)
+    assert (num_blocks, num_slots) == (40, 4)
+    assert mesh_plan.num_devices == 1
+    report("a line")
+    assert lines == ["a line"]
+    assert isinstance(model.executor, Recorder)
+    facts = model.facts
+    assert (facts.vocab_size, facts.max_position_embeddings, facts.eos_token_id) == (320, 99, 1)
+    assert model.codec.encode_text("a")
+
+
+def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, report: object) -> None:
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(serving.engine.jax_executor, "JaxExecutor", broken)
+    with pytest.raises(ValueError, match="shapes do not match") as caught:
+        load_model(ServingConfig(), print)
+    assert not isinstance(caught.value, ConfigError)
+
+
+def damaged(folder: Path, name: str, content: bytes | None) -> Path:
+    """A copy of the tiny checkpoint with one file replaced, or left out."""
+    for file in MODEL_DIR.iterdir():
+        if file.name != name:
+            shutil.copy(file, folder / file.name)
+    if content is not None:
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_missing_and_truncated_files(tmp_path: Path, name: str, is_truncated: bool) -> None:
+    whole = (MODEL_DIR / name).read_bytes()
+    path = damaged(tmp_path, name, whole[: len(whole) // 2] if is_truncated else None)
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")) as caught:
+        load_model(configured(model__path=str(path)), lambda line: None)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_architecture_is_named(tmp_path: Path) -> None:
+    values = json.loads((MODEL_DIR / "config.json").read_text())
+    values["model_type"] = "llama"
+    path = damaged(tmp_path, "config.json", json.dumps(values).encode())
+    with pytest.raises(ConfigError, match="llama"):
+        load_model(configured(model__path=str(path)), lambda line: None)
+
+
+def test_missing_directory_and_unknown_mesh() -> None:
+    with pytest.raises(ConfigError, match="/no/where: no such directory"):
+        load_model(configured(model__path="/no/where"), lambda line: None)
+    with pytest.raises(ConfigError, match="sharding triangle"):
+        load_model(configured(sharding="triangle"), lambda line: None)
+
+
+def test_mesh_larger_than_the_machine(tmp_path: Path) -> None:
+    mesh = tmp_path / "wide.toml"
+    mesh.write_text("[mesh]\ndata = 4096\n")
+    with pytest.raises(ConfigError, match="4096 devices"):
+        load_model(configured(sharding=str(mesh)), lambda line: None)

@@ -1,0 +1,271 @@
+"""Goal: the command line turns flags into a configuration, and every wrong input into one line on
+stderr and exit code 2, without a traceback and before anything expensive.
+
+Method: `main` called in this process with bad input of each kind; subprocesses where it matters
+that a module is not imported, or that signals arrive. The server itself is a scripted one.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+import serving.__main__ as command_line
+from tests.serving.running_service import MODEL_DIR
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The settings that the command line makes for its process end with the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in (
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
+    ):
+        monkeypatch.setenv(name, "set")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def run_main(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of an expected failure."""
+    assert command_line.main(arguments) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("serving: "), captured.err
+    return lines[0]
+
+
+def test_port_in_use(taken_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    line = run_main(["--port", str(taken_port)], capsys)
+    assert f"port {taken_port}" in line and "in use" in line and "--port" in line
+
+
+def test_two_servers_that_start_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    # Both can bind while neither listens; the second one then fails when it begins to.
+    code = (
+        "import asyncio, socket, sys; import serving.__main__ as m\n"
+        "from serving.config import ServingConfig\n"
+        "from sharding.config_file import ConfigError\n"
+        "first = m._bind('127.0.0.1', 0); port = first.getsockname()[1]\n"
+        "second = m._bind('127.0.0.1', port); first.listen()\n"
+        "class Gateway: pass\n"
+        "try: asyncio.run(m._serve_app(None, Gateway(), ServingConfig(), second))\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "in use" in done.stdout and not done.stderr, done
+
+
+def test_bad_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "256.1.1.1" in run_main(["--host", "256.1.1.1", "--port", "0"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--config", "/no/such.toml"], "/no/such.toml: no such file"),
+        (["--set", "server.prot=1"], "unknown key (did you mean port?)"),
+        (["--set", "engine.num_blocks"], "expected key=value"),
+        (["--port", "70000"], "port: received 70000; expected 0 to 65535"),
+        (["--model", "/no/where", "--port", "0"], "/no/where: no such directory"),
+        (["--set", "engine.max_context=100", "--port", "0"], "a multiple of 128"),
+        (["--set", "engine.num_blocks=2", "--port", "0"], "expected at least 33"),
+        (["--set", "sharding=none", "--port", "0"], "sharding none"),
+        (["run", "--set", "model.cache_format=int4"], "cache_format"),
+    ],
+)
+def test_bad_settings(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in run_main(arguments, capsys)
+
+
+def test_config_file_with_an_unknown_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("[engine]\nmax_contxt = 5\n")
+    line = run_main(["--config", str(path)], capsys)
+    assert "engine.max_contxt: unknown key" in line and "bad.toml" in line
+
+
+def test_truncated_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in MODEL_DIR.iterdir():
+        content = file.read_bytes()
+        cut = len(content) // 2 if file.name == "model.safetensors" else len(content)
+        (model / file.name).write_bytes(content[:cut])
+    assert "model.safetensors" in run_main(["--model", str(model), "--port", "0"], capsys)
+
+
+def test_generate_with_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, out = tmp_path / "rows.jsonl", str(tmp_path / "out.jsonl")
+    rows.write_text('{"prompt": "x"}\n{"promt": "y"}\n')
+    line = run_main(["generate", "--prompts", str(rows), "--out", out], capsys)
+    assert f"{rows}:2:" in line
+    line = run_main(["generate", "--prompts", str(tmp_path / "no"), "--out", out], capsys)
+    assert "cannot be read" in line
+    rows.write_text('{"prompt": "x"}\n')
+    line = run_main(["generate", "--prompts", str(rows), "--out", "/no/where/out"], capsys)
+    assert "/no/where: no such directory" in line
+
+
+def test_flags_win_over_the_file_and_set(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[server]\nport = 1\nhost = "127.0.0.2"\n[engine]\nwaiting_max = 7\n')
+    options = command_line._parser().parse_args(
+        ["run", "--config", str(path), "--set", "server.port=2", "--set", "model.name=x"]
+        + ["--port", "3", "--cache-format", "noq", "--model", "some/dir"]
+    )
+    config = command_line._config_of(options)
+    assert (config.server.port, config.server.host) == (3, "127.0.0.2")
+    assert (config.engine.waiting_max, config.model.name) == (7, "x")
+    assert (config.model.cache_format, config.model.path) == ("noq", "some/dir")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_help_is_quick_because_it_imports_little(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom serving.__main__ import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as done: assert not done.code\n"
+        "heavy = {'jax', 'numpy', 'uvicorn', 'deepseek_recipe', 'grain'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--model" in done.stdout
+
+
+def test_compiled_steps_are_kept_per_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command_line._set_process_up()
+    kept = command_line.os.environ["JAX_COMPILATION_CACHE_DIR"]
+    assert Path(kept).is_relative_to(tmp_path)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    command_line._set_process_up()
+    assert command_line.os.environ["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
+
+
+SCRIPTED_SERVER = """
+import sys
+import serving.__main__ as m
+from pathlib import Path
+from serving.frontend.text import TextCodec
+from serving.loading import LoadedModel
+from tests.serving.running_service import FACTS, MODEL_DIR
+from tests.serving.scripted import ScriptedExecutor
+
+executor = ScriptedExecutor(lambda position: 40, step_s=0.02)
+m._load = lambda config: LoadedModel(executor, FACTS, TextCodec.load(MODEL_DIR))
+sys.exit(m.main(sys.argv[1:]))
+"""
+
+
+class Server:
+    """A server process around a scripted executor."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPTED_SERVER, "--port", "0", *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.lines: list[str] = []
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if line.startswith("Try "):
+                break
+        (serving,) = (line for line in self.lines if line.startswith("Serving "))
+        self.url = serving.split()[1]
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def stream(url: str, num_tokens: int, pieces: list[str]) -> None:
+    body = {"model": "tiny-v41", "prompt": "x", "max_tokens": num_tokens, "stream": True}
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=30) as response:
+        pieces.extend(response.iter_lines())
+
+
+def test_start_up_says_what_is_served_and_the_curl_line_works() -> None:
+    with Server() as server:
+        text = "".join(server.lines)
+        assert "tiny-v41" in text and str(MODEL_DIR) in text
+        command = next(line for line in server.lines if line.startswith("Try "))
+        body = json.loads(command.split("-d '")[1].rstrip("'\n"))
+        assert f"{server.url}/chat/completions" in command
+        answer = httpx.post(f"{server.url}/chat/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_drains_and_exits_0(number: signal.Signals) -> None:
+    with Server() as server:
+        pieces: list[str] = []
+        reader = threading.Thread(target=stream, args=(server.url, 60, pieces))
+        reader.start()
+        time.sleep(0.3)
+        server.process.send_signal(number)
+        time.sleep(0.2)
+        assert httpx.get(server.url.replace("/v1", "/ready")).status_code == 503
+        reader.join(20)
+        assert server.process.wait(10) == 0
+        assert pieces[-2] == "data: [DONE]" and sum("text" in piece for piece in pieces) >= 60
+        out, err = server.process.communicate()
+        assert "Stopping" in out and not err
+
+
+def test_drain_has_a_limit() -> None:
+    with Server("--set", "server.drain_s=0.2") as server:
+        pieces: list[str] = []
+        reader = threading.Thread(target=stream, args=(server.url, 2000, pieces))
+        reader.start()
+        time.sleep(0.3)
+        server.process.terminate()
+        assert server.process.wait(10) == 0
+        reader.join(10)
+        assert "event: error" in pieces and pieces[-2] == "data: [DONE]"
+
+
+def test_second_signal_ends_at_once() -> None:
+    with Server() as server:
+        reader = threading.Thread(target=_ignoring_the_end, args=(server.url,))
+        reader.start()
+        time.sleep(0.3)
+        server.process.terminate()
+        time.sleep(0.2)
+        assert server.process.poll() is None
+        server.process.terminate()
+        assert server.process.wait(2) == 128 + signal.SIGTERM
+        reader.join(10)
+
+
+def _ignoring_the_end(url: str) -> None:
+    with pytest.raises(httpx.HTTPError):
+        stream(url, 2000, [])

@@ -1,0 +1,194 @@
+"""Goal: offline generation answers every prompt in order with what the engine sampled, and refuses
+a bad row, with its line, before generating anything.
+
+Method: an LLM around a scripted executor; prompt files written for each case.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serving.config import ServingConfig
+from serving.core.request import RequestError, SamplingParams
+from serving.frontend.text import TextCodec
+from serving.loading import LoadedModel
+from serving.offline import LLM, Output, RowError, read_rows, write_rows
+from sharding.config_file import override
+from tests.serving.running_service import FACTS, MODEL_DIR, SMALL
+from tests.serving.scripted import ScriptedExecutor
+
+CODEC = TextCodec.load(MODEL_DIR)
+LETTERS = [CODEC.encode_text(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz"]
+
+
+def make_llm(executor: ScriptedExecutor | None = None) -> LLM:
+    executor = executor or ScriptedExecutor(lambda position: LETTERS[position % 26])
+    return LLM.of_model(override(ServingConfig(), SMALL), LoadedModel(executor, FACTS, CODEC))
+
+
+def letters(start: int, count: int) -> str:
+    return "".join("abcdefghijklmnopqrstuvwxyz"[(start + i) % 26] for i in range(count))
+
+
+def test_outputs_are_in_the_order_of_the_prompts() -> None:
+    # More prompts than run at once, and later ones end before earlier ones.
+    prompts = [[3] * (1 + n % 5) for n in range(40)]
+    params = [SamplingParams(max_tokens=41 - n) for n in range(40)]
+    outputs = make_llm().generate(prompts, params)
+    for n, output in enumerate(outputs):
+        start = len(prompts[n])
+        assert output.text == letters(start, 41 - n)
+        assert output.token_ids == [LETTERS[(start + i) % 26] for i in range(41 - n)]
+        assert (output.finish_reason, output.prompt_tokens) == ("length", start)
+
+
+def test_text_ids_and_messages_are_prompts() -> None:
+    llm = make_llm()
+    params = SamplingParams(max_tokens=2)
+    chat = [{"role": "user", "content": "Hello"}]
+    text, ids, messages = llm.generate(["ab", [3, 4, 5], chat], params)
+    assert text.prompt_tokens == len(CODEC.encode_text("ab")) and ids.prompt_tokens == 3
+    assert messages.prompt_tokens > 5
+    assert [output.text for output in llm.generate("ab", params)] == [text.text]
+    assert [output.text for output in llm.generate([3, 4, 5], params)] == [ids.text]
+    assert llm.generate([], params) == []
+
+
+def test_end_token_stops_and_is_in_the_ids_only() -> None:
+    llm = make_llm(ScriptedExecutor(lambda position: 1 if position == 4 else LETTERS[position]))
+    (output,) = llm.generate([3, 3], SamplingParams(max_tokens=9))
+    assert (output.text, output.finish_reason) == ("cd", "stop")
+    assert output.token_ids == [LETTERS[2], LETTERS[3], 1]
+    (ignored,) = llm.generate([3, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert (ignored.text, ignored.finish_reason) == ("cd<｜end▁of▁sentence｜>f", "length")
+
+
+def test_bad_prompt_refuses_all_and_leaves_the_engine_usable() -> None:
+    executor = ScriptedExecutor(lambda position: LETTERS[0])
+    llm = make_llm(executor)
+    with pytest.raises(RequestError, match="prompt 1: .*999"):
+        llm.generate([[3], [999]])
+    with pytest.raises(RequestError, match="prompt 1: .*no tokens"):
+        llm.generate([[3], []])
+    with pytest.raises(RequestError, match="prompt 0: .*600 tokens"):
+        llm.generate([[3] * 600])
+    with pytest.raises(RequestError, match="prompt 0: .*surrogates"):
+        llm.generate(["\ud800"])
+    with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
+        llm.generate([[3]], [SamplingParams()] * 2)
+    assert executor.plans == []
+    assert len(llm.generate([[3]], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_failing_step_reaches_the_caller() -> None:
+    llm = make_llm(ScriptedExecutor(lambda position: LETTERS[0], failing_step=2))
+    with pytest.raises(RuntimeError, match="the device is on fire"):
+        llm.generate([[3], [4]], SamplingParams(max_tokens=9))
+
+
+def write(tmp_path: Path, *rows: object) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_file_to_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"prompt": "ab", "max_tokens": 3},
+        "",
+        {"prompt_token_ids": [3, 4, 5], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    )
+    out = tmp_path / "out.jsonl"
+    rows = read_rows(path)
+    assert [row.line for row in rows] == [1, 3, 4]
+    write_rows(out, make_llm().generate_rows(rows, source="prompts.jsonl"))
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    start = len(CODEC.encode_text("ab"))
+    assert written[0] == {
+        "text": letters(start, 3),
+        "token_ids": [LETTERS[(start + i) % 26] for i in range(3)],
+        "finish_reason": "length",
+        "prompt_tokens": start,
+        "cached_tokens": 0,
+    }
+    assert [len(row["token_ids"]) for row in written] == [3, 2, 1]
+
+
+def test_thinking_of_a_row_changes_its_prompt(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    path = write(tmp_path, chat, chat | {"thinking": {"type": "disabled"}})
+    thinking, plain = make_llm().generate_rows(read_rows(path), source="f")
+    assert thinking.prompt_tokens > plain.prompt_tokens
+
+
+def test_sampling_fields_reach_the_engine(tmp_path: Path) -> None:
+    executor = ScriptedExecutor(lambda position: LETTERS[0])
+    path = write(
+        tmp_path,
+        {"prompt": "a", "max_tokens": 1, "temperature": 0.5, "top_k": 2, "top_p": 0.25, "seed": 6},
+    )
+    make_llm(executor).generate_rows(read_rows(path), source="f")
+    (plan,) = executor.plans
+    assert (plan.temperatures[0], plan.top_ks[0]) == (0.5, 2)
+    assert (plan.top_ps[0], plan.seeds[0]) == (0.25, 6)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "not an object"),
+        ({}, "no prompt; expected exactly one of"),
+        ({"prompt": "a", "prompt_token_ids": [3]}, "prompt and prompt_token_ids"),
+        ({"prompt": "a", "max_token": 3}, "unknown key 'max_token'"),
+        ({"prompt": "a", "thinking": {}}, "unknown key 'thinking'"),
+        ({"prompt": 3}, "prompt is no text"),
+        ({"messages": "x"}, "messages is no list"),
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt_token_ids": [3, 320]}, "320"),
+        ({"prompt_token_ids": [3, "a"]}, "token 1"),
+        ({"prompt_token_ids": [3, True]}, "token 1"),
+        ({"prompt_token_ids": [3] * 600}, "600 tokens"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens is '5'"),
+        ({"prompt": "a", "temperature": 3}, "temperature is 3"),
+        ({"prompt": "a", "seed": -1}, "seed is -1"),
+        ({"prompt": "a", "stop_token_ids": [400]}, "stop_token_ids"),
+        ({"messages": []}, "(?i)empty"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "king"),
+        ({"messages": [3]}, "(?i)message"),
+    ],
+)
+def test_bad_row_names_file_and_line(tmp_path: Path, row: object, message: str) -> None:
+    executor = ScriptedExecutor(lambda position: LETTERS[0])
+    path = write(tmp_path, {"prompt": "fine"}, row)
+    with pytest.raises(RowError, match=message) as caught:
+        make_llm(executor).generate_rows(read_rows(path), source=str(path))
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert executor.plans == []
+
+
+def test_unreadable_file(tmp_path: Path) -> None:
+    with pytest.raises(RowError, match="No such file"):
+        read_rows(tmp_path / "none.jsonl")
+
+
+def test_output_is_a_plain_value() -> None:
+    assert Output("a", [1], "stop", 2, 0) == Output("a", [1], "stop", 2, 0)
+
+
+def test_names_of_the_package_are_lazy() -> None:
+    code = (
+        "import sys, serving; assert 'jax' not in sys.modules and 'tqdm' not in sys.modules;"
+        "from serving import LLM, SamplingParams; assert 'jax' not in sys.modules;"
+        "assert SamplingParams(max_tokens=3).max_tokens == 3 and LLM.__name__ == 'LLM'\n"
+        "try:\n    serving.nothing\nexcept AttributeError:\n    print('fine')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "fine\n"
