@@ -17,6 +17,9 @@ import numpy as np
 
 from pallas_kernels.history import TokenHistory
 
+IMAGE_FEATURE = -1
+"""Stands in `token_ids` for an image token whose embedding is computed from the image."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -41,7 +44,7 @@ class StepBatch(NamedTuple):
     """One step. Padding tokens have `row_index` R; padding rows have `num_tokens` 0.
 
     Attributes:
-        token_ids: [T] int32.
+        token_ids: [T] int32; `IMAGE_FEATURE` where an image feature takes an embedding's place.
         row_index: [T] int32, row of each token; the tokens of a row are adjacent and in order.
         starts: [R] int32, position of each row's first token.
         num_tokens: [R] int32.
@@ -64,6 +67,11 @@ class StepBatch(NamedTuple):
     top_ps: jax.Array
     seed_low: jax.Array
     seed_high: jax.Array
+
+    @property
+    def seeds(self) -> jax.Array:
+        """[R, 2] uint32, high half first."""
+        return jnp.stack([self.seed_high, self.seed_low], axis=1)
 
     @classmethod
     def unpack(cls, buffer: jax.Array, shape: StepShape) -> "StepBatch":

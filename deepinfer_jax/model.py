@@ -8,18 +8,20 @@ of a decode step: what a token may see follows from its position.
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from deepinfer_jax.batch import StepBatch, TokenView
+from deepinfer_jax.batch import IMAGE_FEATURE, StepBatch, TokenView
 from deepinfer_jax.cache import KVCache
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.draft import DraftSettings, append_context, draft_module
 from deepinfer_jax.engram_tables import EngramTables
 from deepinfer_jax.layers.attention import attention
 from deepinfer_jax.layers.engram import engram, ngram_classes, table_rows
 from deepinfer_jax.layers.hyper_connections import Residual, begin
 from deepinfer_jax.layers.indexer import Selection
-from deepinfer_jax.layers.moe import moe
+from deepinfer_jax.layers.moe import feed_forward
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, StepContext, embedding, no_probe
-from deepinfer_jax.parameters import LayerParameters, Parameters
+from deepinfer_jax.parameters import Parameters
 from deepinfer_jax.precision import Precision
 from deepinfer_jax.topology import Topology
 
@@ -38,33 +40,49 @@ class Model(NamedTuple):
     topology: Topology
     engram: EngramTables
     precision: Precision
+    draft: DraftSettings = DraftSettings()
 
 
 def forward(
-    model: Model, weights: Weights, cache: KVCache, batch: StepBatch, probe: Probe = no_probe
+    model: Model,
+    weights: Weights,
+    cache: KVCache,
+    batch: StepBatch,
+    probe: Probe = no_probe,
+    image_features: jax.Array | None = None,
 ) -> tuple[Residual, KVCache]:
     """Run all layers over the tokens of a step.
+
+    Args:
+        image_features: [F, hidden] with F at least T. A token whose id is `IMAGE_FEATURE` is an
+            image token and enters with the row of its own index instead of an embedding. None
+            for steps that have no such tokens.
 
     Returns:
         the residual streams after the last layer, for `logits`, and the cache with this step's
         entries written.
     """
     config, parameters = model.config, weights.parameters
+    is_feature = batch.token_ids == IMAGE_FEATURE
+    token_ids = jnp.where(is_feature, config.image_token_id, batch.token_ids)
     step = StepContext(
         config=config,
         precision=model.precision,
         tokens=TokenView.of(batch),
-        is_image=batch.token_ids == config.image_token_id,
+        is_image=token_ids == config.image_token_id,
         block_tables=batch.block_tables,
         probe=probe,
     )
     with jax.named_scope("embedding"):
-        h = embedding(parameters.embed, batch.token_ids)
+        h = embedding(parameters.embed, token_ids)
+        if image_features is not None:
+            h = jnp.where(is_feature[:, None], image_features[: h.shape[0]].astype(h.dtype), h)
     classes, class_ring = ngram_classes(
-        batch.token_ids, weights.token_classes, cache.classes, model.engram, step
+        token_ids, weights.token_classes, cache.classes, model.engram, step
     )
     residual = Residual.start(h.astype(model.precision.compute_dtype), config.hc_mult)
     selection = Selection()
+    features: list[jax.Array] = []
     rings = list(cache.rings)
     sources = dict(zip(config.kv_source_layer_ids, cache.sources, strict=True))
     for layer, layer_parameters in zip(model.topology.layers, parameters.layers, strict=True):
@@ -77,6 +95,8 @@ def forward(
             residual = Residual(streams, residual.pre)
         x, residual = begin(residual, layer_parameters.hc_attn, here)
         here.probe("hc_attn", residual.mix)
+        if layer.layer_index in config.dspark_target_layer_ids:
+            features.append(jnp.mean(residual.streams, axis=1))
         source = None if layer.kv_source is None else sources[layer.kv_source]
         out, rings[layer.layer_index], source, selection = attention(
             here.norm(x, layer_parameters.attn_norm),
@@ -90,8 +110,12 @@ def forward(
         here.probe("attn_out", out)
         if layer.kv_source is not None and source is not None:
             sources[layer.kv_source] = source
-        residual = _feed_forward(residual._replace(output=out), layer_parameters, here)
-    return residual, KVCache(tuple(rings), tuple(sources.values()), class_ring)
+        residual = residual._replace(output=out)
+        residual = feed_forward(residual, layer_parameters, config.num_experts_per_tok, here)
+    draft = cache.draft
+    if draft is not None:
+        draft = append_context(features, draft_module(parameters), draft, step)
+    return residual, KVCache(tuple(rings), tuple(sources.values()), class_ring, draft)
 
 
 def logits(model: Model, weights: Weights, residual: Residual, token_index: jax.Array) -> jax.Array:
@@ -102,14 +126,3 @@ def logits(model: Model, weights: Weights, residual: Residual, token_index: jax.
     with jax.named_scope("head"):
         y = arithmetic.norm(some.collapsed(), parameters.norm)
         return arithmetic.product(y, parameters.head)
-
-
-def _feed_forward(residual: Residual, parameters: LayerParameters, step: StepContext) -> Residual:
-    x, residual = begin(residual, parameters.hc_ffn, step)
-    step.probe("hc_ffn", residual.mix)
-    x = step.norm(x, parameters.ffn_norm)
-    out = moe(x, parameters.ffn, step.config.num_experts_per_tok, step)
-    step.probe("ffn_out", out)
-    residual = residual._replace(output=out)
-    step.probe("residual", residual)
-    return residual
