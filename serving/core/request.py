@@ -6,9 +6,10 @@ between processes and through the simulator.
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 SEED_MAX = 2**63 - 1
 """Seeds are non-negative 63-bit integers, the range that the public protocols allow."""
@@ -97,13 +98,44 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestImage:
+    """An image of a prompt, scaled and cut into patches, and the tokens that stand for it.
+
+    Attributes:
+        start: position of its first token in the prompt.
+        num_tokens: tokens of its span.
+        patch_rows, patch_cols: its grid of patches.
+        digest: names the picture; equal digests mean equal pixels and grids.
+        pixels: [patch_rows * patch_cols, 3 * patch_size ** 2] uint8, patches row by row, each
+            flattened as channel, row, column. Nobody writes to it. Left to the digest when images
+            are compared.
+    """
+
+    start: int
+    num_tokens: int
+    patch_rows: int
+    patch_cols: int
+    digest: bytes
+    pixels: np.ndarray = field(compare=False, repr=False)
+
+    @property
+    def stop(self) -> int:
+        """The position after its last token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, tokenised, with its sampling settings. `arrival_ns` is a clock reading."""
+    """One prompt, tokenised, with its sampling settings. `arrival_ns` is a clock reading.
+
+    `images` are in the order of their spans, which do not overlap.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_ns: int = 0
+    images: tuple[RequestImage, ...] = ()
 
 
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):
