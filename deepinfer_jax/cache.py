@@ -3,8 +3,9 @@
 There are two kinds, because the model keeps two kinds of things. *Blocks* grow with the context:
 each holds the compressed entries and index keys of 128 consecutive tokens for every layer that
 makes such entries. *State slots* have a fixed size, one per running sequence: rings of the last
-window entries of every layer, raw inputs of unfinished compression groups, and the last token
-classes for Engram. Block 0 and slot 0 belong to padding and are never handed out.
+window entries of every layer, raw inputs of unfinished compression groups, the last token
+classes for Engram and, for a model that drafts, its drafts. Block 0 and slot 0 belong to padding
+and are never handed out.
 
 Rings are longer than what is read from them by `ROLLBACK_MAX` positions, so that a step may write
 rows that are rejected afterwards without overwriting anything that the next step still needs.
@@ -43,6 +44,25 @@ class SourceCache(NamedTuple):
     partial: jax.Array | None
 
 
+class DraftCache(NamedTuple):
+    """What the draft module keeps: its windows, and the N drafts that wait to be verified.
+
+    The whole distributions are kept because a refused draft is replaced by a draw from what the
+    target has more of than the draft; as large as they are, they never leave the device.
+
+    Attributes:
+        rings: per draft block [num_slots, ring_length, head_dim] window entries.
+        tokens: [num_slots, N] int32 drafts of the positions after the last sampled token.
+        probability: [num_slots, N] float32, with which each was drawn.
+        logits: [num_slots, N, V] in the compute type, from which it was drawn.
+    """
+
+    rings: tuple[Any, ...]
+    tokens: jax.Array
+    probability: jax.Array
+    logits: jax.Array
+
+
 class KVCache(NamedTuple):
     """The cache of one mesh.
 
@@ -50,20 +70,23 @@ class KVCache(NamedTuple):
         rings: per layer [num_slots, ring_length, head_dim] window entries.
         sources: one per member of `kv_source_layer_ids`, in order.
         classes: [num_slots, engram_max_ngram_size - 1 + ROLLBACK_MAX] int32, ring of token classes.
+        draft: None for a model that does not draft.
     """
 
     rings: tuple[Any, ...]
     sources: tuple[SourceCache, ...]
     classes: jax.Array
+    draft: DraftCache | None = None
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Bytes and shapes of a cache.
+    """Bytes and shapes of a cache; `has_draft` makes room for the draft module.
 
     Raises:
-        ValueError: no block or slot would be left beside the reserved ones, or a compression
-            ratio does not divide a block.
+        ValueError: no block or slot would be left beside the reserved ones, a compression ratio
+            does not divide a block, or the model has no draft module or one that drafts more
+            tokens than a step can take back.
     """
 
     config: ModelConfig
@@ -71,6 +94,7 @@ class CacheLayout:
     num_blocks: int
     num_slots: int
     block_size: int = BLOCK_SIZE
+    has_draft: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("num_blocks", self.num_blocks), ("num_slots", self.num_slots)):
@@ -82,6 +106,17 @@ class CacheLayout:
                     f"block size {self.block_size} is not a multiple of compress ratio "
                     f"{self.config.compress_ratios[layer]} of layer {layer}"
                 )
+        if self.has_draft:
+            self._check_draft()
+
+    def _check_draft(self) -> None:
+        if not self.config.num_nextn_predict_layers:
+            raise ValueError("num_nextn_predict_layers is 0: this model has no draft module")
+        if self.config.dspark_block_size >= ROLLBACK_MAX:
+            raise ValueError(
+                f"dspark_block_size is {self.config.dspark_block_size}; a step can take back at "
+                f"most {ROLLBACK_MAX - 1} drafts"
+            )
 
     @property
     def ring_length(self) -> int:
@@ -104,7 +139,7 @@ class CacheLayout:
     def bytes_per_slot(self) -> int:
         """Bytes of one state slot over all layers."""
         cache = self.abstract()
-        state = (cache.rings, [s.partial for s in cache.sources], cache.classes)
+        state = (cache.rings, [s.partial for s in cache.sources], cache.classes, cache.draft)
         return _nbytes(state) // self.num_slots
 
     def abstract(self) -> KVCache:
@@ -126,13 +161,28 @@ class CacheLayout:
                     jnp.zeros(partial, jnp.float32) if ratio > 1 else None,
                 )
             )
-        ring = (self.num_slots, self.ring_length, c.head_dim)
         return KVCache(
-            rings=tuple(self._store(ring, storage.window) for _ in range(c.num_hidden_layers)),
+            rings=self._rings(c.num_hidden_layers),
             sources=tuple(sources),
             classes=jnp.zeros(
                 (self.num_slots, c.engram_max_ngram_size - 1 + ROLLBACK_MAX), jnp.int32
             ),
+            draft=self._draft() if self.has_draft else None,
+        )
+
+    def _rings(self, num_layers: int) -> tuple[Any, ...]:
+        shape = (self.num_slots, self.ring_length, self.config.head_dim)
+        window = self.precision.cache_format.window
+        return tuple(self._store(shape, window) for _ in range(num_layers))
+
+    def _draft(self) -> DraftCache:
+        c = self.config
+        drafts = (self.num_slots, c.dspark_block_size)
+        return DraftCache(
+            rings=self._rings(c.num_nextn_predict_layers),
+            tokens=jnp.zeros(drafts, jnp.int32),
+            probability=jnp.ones(drafts, jnp.float32),
+            logits=jnp.zeros((*drafts, c.vocab_size), self.precision.compute_dtype),
         )
 
     def logical_axes(self) -> KVCache:
@@ -145,8 +195,15 @@ class CacheLayout:
             )
             for layer in self.config.kv_source_layer_ids
         )
-        rings = (("slots", None, "kv"),) * self.config.num_hidden_layers
-        return KVCache(rings, sources, ("slots", None))
+        ring = ("slots", None, "kv")
+        draft = DraftCache(
+            rings=(ring,) * self.config.num_nextn_predict_layers,
+            tokens=("slots", None),
+            probability=("slots", None),
+            logits=("slots", None, "vocab"),
+        )
+        rings = (ring,) * self.config.num_hidden_layers
+        return KVCache(rings, sources, ("slots", None), draft if self.has_draft else None)
 
     def _store(self, shape: tuple[int, ...], form: Format | None) -> Any:
         if form is None:

@@ -21,9 +21,9 @@ from deepinfer_jax.layers.hyper_connections import Residual, begin
 from deepinfer_jax.layers.indexer import Selection
 from deepinfer_jax.layers.moe import feed_forward
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, StepContext, embedding, no_probe
-from deepinfer_jax.parameters import Parameters
+from deepinfer_jax.parameters import LayerParameters, Parameters
 from deepinfer_jax.precision import Precision
-from deepinfer_jax.topology import Topology
+from deepinfer_jax.topology import LayerTopology, Topology
 
 
 class Weights(NamedTuple):
@@ -87,12 +87,7 @@ def forward(
     sources = dict(zip(config.kv_source_layer_ids, cache.sources, strict=True))
     for layer, layer_parameters in zip(model.topology.layers, parameters.layers, strict=True):
         here = step.of_layer(layer.layer_index)
-        if layer_parameters.engram is not None and layer.engram_index is not None:
-            rows = table_rows(classes, model.engram, layer.engram_index)
-            here.probe("engram_hashes", rows)
-            streams = engram(residual.settled(), rows, layer_parameters.engram, here)
-            here.probe("engram_out", streams)
-            residual = Residual(streams, residual.pre)
+        residual = _with_engram(residual, layer_parameters, layer, classes, model.engram, here)
         x, residual = begin(residual, layer_parameters.hc_attn, here)
         here.probe("hc_attn", residual.mix)
         if layer.layer_index in config.dspark_target_layer_ids:
@@ -126,3 +121,21 @@ def logits(model: Model, weights: Weights, residual: Residual, token_index: jax.
     with jax.named_scope("head"):
         y = arithmetic.norm(some.collapsed(), parameters.norm)
         return arithmetic.product(y, parameters.head)
+
+
+def _with_engram(
+    residual: Residual,
+    parameters: LayerParameters,
+    layer: LayerTopology,
+    classes: jax.Array,
+    constants: EngramTables,
+    step: StepContext,
+) -> Residual:
+    """The residual after the layer's memory was added, if it has one."""
+    if parameters.engram is None or layer.engram_index is None:
+        return residual
+    rows = table_rows(classes, constants, layer.engram_index)
+    step.probe("engram_hashes", rows)
+    streams = engram(residual.settled(), rows, parameters.engram, step)
+    step.probe("engram_out", streams)
+    return Residual(streams, residual.pre)

@@ -1,21 +1,25 @@
 """The compiled steps: every shape that will ever run, compiled before the first one does.
 
-A step takes the weights, one packed buffer of host values and the cache, and returns the sampled
-tokens and the cache. The cache is donated, so it is updated in place.
+A step takes the weights, one packed buffer of host values and the cache, and returns one array of
+results and the cache. The cache is donated, so it is updated in place. With room for drafts in the
+cache, the steps are speculative: a decode step verifies waiting drafts, and every step drafts anew.
 """
 
 import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from deepinfer_jax.batch import StepBatch, StepShape, buffer_size, last_tokens
 from deepinfer_jax.cache import KVCache
+from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
+from deepinfer_jax.layers.primitives import Arithmetic
 from deepinfer_jax.model import Model, Weights, forward, logits
-from deepinfer_jax.sampling import sample
+from deepinfer_jax.sampling import accept, sample
 
 CompiledStep = Callable[[Weights, jax.Array, KVCache], tuple[jax.Array, KVCache]]
 
@@ -45,10 +49,90 @@ def run_step(
     return sample(logits(model, weights, residual, token_index), batch, token_index), cache
 
 
+class SpeculativeResult(NamedTuple):
+    """What a speculative step found, for R rows and N drafts, on the host.
+
+    Attributes:
+        tokens: [R, N + 1] int32, the accepted drafts, the token that follows them, then -1. A
+            padding row has nothing but -1.
+        drafts: [R, N] int32, proposed for the positions after those.
+        confidences: [R, N] float32, the estimated chance that a draft is accepted if all before
+            it are.
+    """
+
+    tokens: np.ndarray
+    drafts: np.ndarray
+    confidences: np.ndarray
+
+    @classmethod
+    def unpack(cls, words: np.ndarray) -> "SpeculativeResult":
+        """The result whose columns a step put side by side in `words` [R, 3 N + 1] int32."""
+        num_drafts = words.shape[1] // 3
+        tokens, drafts, confidences = np.split(words, [num_drafts + 1, 2 * num_drafts + 1], axis=1)
+        return cls(tokens, drafts, np.ascontiguousarray(confidences).view(np.float32))
+
+
+def run_speculative_step(
+    model: Model, shape: StepShape, weights: Weights, buffer: jax.Array, cache: KVCache
+) -> tuple[jax.Array, KVCache]:
+    """One step of a model that drafts, not yet compiled.
+
+    A prefill step samples after each row's last token. In a decode step a row is its last known
+    token and some of the drafts that wait in its slot, which the device puts there itself; those
+    are verified. Both then draft for the positions after the sampled token.
+
+    Args:
+        buffer: int32, what `batch.pack` made for `shape`. A decode row has 1 to N + 1 tokens, of
+            which only the first id counts.
+        cache: with `draft`; its arrays are written in place when the caller donates them.
+
+    Returns:
+        [R, 3 N + 1] int32 for `SpeculativeResult.unpack`, and the cache. Rejected tokens leave
+        nothing behind that is read before it is overwritten.
+
+    Raises:
+        ValueError: the cache has no room for drafts, or the weights have no draft module.
+    """
+    if cache.draft is None:
+        raise ValueError("the cache has no room for drafts; lay it out with has_draft")
+    draft_module(weights.parameters)
+    batch, waiting = StepBatch.unpack(buffer, shape), cache.draft
+    if shape.samples_every_token:
+        batch = fill_drafts(batch, waiting)
+    residual, cache = forward(model, weights, cache, batch)
+    if shape.samples_every_token:
+        token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
+        accepted, following = accept(logits(model, weights, residual, token_index), batch, waiting)
+        num_kept = accepted + 1
+    else:
+        token_index = last_tokens(batch)
+        following = sample(logits(model, weights, residual, token_index), batch, token_index)
+        accepted, num_kept = jnp.zeros_like(following), batch.num_tokens
+    assert cache.draft is not None
+    arithmetic = Arithmetic(model.config, model.precision)
+    rows = DraftRows.of(batch, following, num_kept)
+    confidences, drafted = draft(arithmetic, model.draft, weights.parameters, cache.draft, rows)
+    tokens = _emitted(waiting.tokens[batch.slots], accepted, following, rows.is_real)
+    words = jax.lax.bitcast_convert_type(confidences, jnp.int32)
+    results = jnp.concatenate([tokens, drafted.tokens[batch.slots], words], axis=1)
+    return results, cache._replace(draft=drafted)
+
+
+def _emitted(
+    drafts: jax.Array, num_accepted: jax.Array, following: jax.Array, is_real: jax.Array
+) -> jax.Array:
+    """[R, N + 1] int32: `num_accepted` of the `drafts` [R, N], the token `following`, then -1."""
+    number = jnp.arange(drafts.shape[1] + 1)[None, :]
+    tokens = jnp.where(number == num_accepted[:, None], following[:, None], -1)
+    tokens = jnp.where(number < num_accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), tokens)
+    return jnp.where(is_real[:, None], tokens, -1)
+
+
 def compile_step(model: Model, shape: StepShape, weights: Any, cache: Any) -> CompiledStep:
     """Compile one shape for arrays like `weights` and `cache` (arrays or shapes with shardings)."""
     buffer = jax.ShapeDtypeStruct((buffer_size(shape),), jnp.int32)
-    step = jax.jit(functools.partial(run_step, model, shape), donate_argnums=2)
+    run = run_step if cache.draft is None else run_speculative_step
+    step = jax.jit(functools.partial(run, model, shape), donate_argnums=2)
     return step.lower(weights, buffer, cache).compile()
 
 

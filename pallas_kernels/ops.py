@@ -261,15 +261,129 @@ def sample_tokens(
     all) are kept, of these the smallest set whose mass reaches `top_p`, and one is drawn with a
     random number that depends on `seed` [M, 2] uint32 (high, low) and `position` [M] alone.
     """
-    _expect(logits.ndim == 2, "logits", logits.shape, "[M, V]")
-    num_rows = logits.shape[0]
-    _expect(seed.shape == (num_rows, 2), "seed", seed.shape, f"[{num_rows}, 2]")
-    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "position": position}
-    for name, column in columns.items():
-        _expect(column.shape == (num_rows,), name, column.shape, f"[{num_rows}]")
+    _expect_sampling(logits, temperature, top_k, top_p, seed, position=position)
     return _sample_tokens.sample_tokens(
         logits.astype(jnp.float32), temperature, top_k, top_p, seed, position
     )
+
+
+def propose_tokens(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+    anchor: jax.Array,
+    position: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Draft tokens: `sample_tokens` with random numbers of their own.
+
+    These depend on `seed`, on `anchor` [M], the position of the last known token, and on
+    `position` [M], the one that is drafted.
+
+    Returns:
+        [M] int32 tokens and [M] float32, with which probability each was drawn (1 at
+        temperature 0).
+    """
+    _expect_sampling(logits, temperature, top_k, top_p, seed, anchor=anchor, position=position)
+    return _sample_tokens.propose_tokens(
+        logits.astype(jnp.float32), temperature, top_k, top_p, seed, anchor, position
+    )
+
+
+def accept_tokens(
+    logits: jax.Array,
+    row: jax.Array,
+    first: jax.Array,
+    draft_tokens: jax.Array,
+    draft_probability: jax.Array,
+    num_drafts: jax.Array,
+    draft_logits: jax.Array,
+    slot: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Which drafts of each row (sequence) are accepted, and the token that follows them.
+
+    Exact rejection sampling: whatever the drafts, tokens follow the distribution of `logits` after
+    temperature, top_k and top_p. From the first on, a draft drawn with probability p that the
+    target gives probability q is accepted with probability min(1, q / p). At the first refusal
+    the next token is drawn from the positive part of target minus draft; after the last draft,
+    as `sample_tokens` would. At temperature 0 drafts are accepted while they are the best token.
+
+    Args:
+        logits: [T, V] target logits after each verified token, rows one after another.
+        row: [T] int32, row of each token; padding names any row.
+        first: [R] int32, index of each row's first token; its drafts are the tokens after it.
+        draft_tokens: [R, N] int32.  draft_probability: [R, N] float32, from `propose_tokens`.
+        num_drafts: [R] int32, 0 to N, drafts that are verified; the others do not matter.
+        draft_logits: [num_slots, N, V], those that the drafts were drawn from.
+        slot: [R] int32, place of each row in `draft_logits`.
+        temperature, top_k, top_p: [R].  seed: [R, 2] uint32 (high, low).
+        position: [R] int32, the position of each row's first draft.
+
+    Returns:
+        [R] int32 number of accepted drafts and [R] int32 next token. A row without tokens of its
+        own gets 0 and an arbitrary token.
+    """
+    _expect(logits.ndim == 2, "logits", logits.shape, "[T, V]")
+    num_tokens, vocab_size = logits.shape
+    num_rows, drafts_max = draft_tokens.shape
+    _expect(row.shape == (num_tokens,), "row", row.shape, f"[{num_tokens}]")
+    _expect(
+        draft_probability.shape == draft_tokens.shape,
+        "draft_probability",
+        draft_probability.shape,
+        f"[{num_rows}, {drafts_max}]",
+    )
+    fits = draft_logits.ndim == 3 and draft_logits.shape[1:] == (drafts_max, vocab_size)
+    _expect(fits, "draft_logits", draft_logits.shape, f"[S, {drafts_max}, {vocab_size}]")
+    columns = {"first": first, "num_drafts": num_drafts, "slot": slot, "position": position}
+    _expect_rows(num_rows, temperature, top_k, top_p, seed, **columns)
+    return _sample_tokens.accept_tokens(
+        logits.astype(jnp.float32),
+        row,
+        first,
+        draft_tokens,
+        draft_probability,
+        num_drafts,
+        draft_logits,
+        slot,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        position,
+    )
+
+
+def _expect_sampling(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+    **columns: jax.Array,
+) -> None:
+    _expect(logits.ndim == 2, "logits", logits.shape, "[M, V]")
+    _expect_rows(logits.shape[0], temperature, top_k, top_p, seed, **columns)
+
+
+def _expect_rows(
+    num_rows: int,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+    **columns: jax.Array,
+) -> None:
+    _expect(seed.shape == (num_rows, 2), "seed", seed.shape, f"[{num_rows}, 2]")
+    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **columns}
+    for name, column in columns.items():
+        _expect(column.shape == (num_rows,), name, column.shape, f"[{num_rows}]")
 
 
 def _format(array: Packed) -> str:

@@ -9,6 +9,7 @@ keys double as values and carry their rotation.
 from typing import Any
 
 import jax
+import numpy as np
 
 from deepinfer_jax.cache import SourceCache
 from deepinfer_jax.layers.compressor import compress
@@ -35,21 +36,18 @@ def attention(
     """
     c = step.config
     frequencies = rope_frequencies(c, is_scaled=layer.ratio > 0)
-    query_latent = step.norm(step.linear(x, parameters.wq_a), parameters.q_norm)
+    latent_query = query_latent(x, parameters, step)
     if source is not None:
         if parameters.compressor is not None and parameters.indexer is not None:
             source = compress(
                 x, parameters.compressor, parameters.indexer, layer.ratio, source, step
             )
         if parameters.indexer is not None:
-            selection = select(x, query_latent, parameters.indexer, layer, source, selection, step)
+            selection = select(x, latent_query, parameters.indexer, layer, source, selection, step)
     with jax.named_scope("attention"):
-        q = step.linear(query_latent, parameters.wq_b)
-        q = rope(q.reshape(-1, c.num_attention_heads, c.head_dim), step.position, frequencies)
-        latent = step.norm(step.linear(x, parameters.wkv), parameters.kv_norm)
-        latent = rope(latent, step.position, frequencies)
+        latent = window_latent(x, parameters, frequencies, step)
         out = ops.sparse_attention(
-            q.astype(step.precision.compute_dtype),
+            queries(latent_query, parameters, frequencies, step),
             ring,
             store(latent, step.precision.cache_format.window, step.precision.compute_dtype),
             step.tokens.history,
@@ -60,13 +58,40 @@ def attention(
             scale=c.head_dim**-0.5,
         )
         ring = step.append_to_ring(ring, latent)
-        out = rope(out, step.position, frequencies, inverse=True)
-        return _output(out, parameters, step), ring, source, selection
+        return output(out, parameters, frequencies, step), ring, source, selection
 
 
-def _output(out: jax.Array, parameters: AttentionParameters, step: StepContext) -> jax.Array:
-    """Two low-rank products: each group of heads [T, G, heads * D / G] by its own, then all."""
+def query_latent(x: jax.Array, parameters: AttentionParameters, step: StepContext) -> jax.Array:
+    """Normalised low-rank query [T, q_lora_rank] of the attention input `x` [T, hidden]."""
+    return step.norm(step.linear(x, parameters.wq_a), parameters.q_norm)
+
+
+def queries(
+    latent: jax.Array, parameters: AttentionParameters, frequencies: np.ndarray, step: StepContext
+) -> jax.Array:
+    """Rotated queries [T, H, D] from their latent."""
     c = step.config
+    q = step.linear(latent, parameters.wq_b).reshape(-1, c.num_attention_heads, c.head_dim)
+    return rope(q, step.position, frequencies).astype(step.precision.compute_dtype)
+
+
+def window_latent(
+    x: jax.Array, parameters: AttentionParameters, frequencies: np.ndarray, step: StepContext
+) -> jax.Array:
+    """Window entries [T, head_dim] float32, rotated and not yet quantised."""
+    latent = step.norm(step.linear(x, parameters.wkv), parameters.kv_norm)
+    return rope(latent, step.position, frequencies)
+
+
+def output(
+    out: jax.Array, parameters: AttentionParameters, frequencies: np.ndarray, step: StepContext
+) -> jax.Array:
+    """Attended values [T, H, D], rotated back and projected to [T, hidden].
+
+    Two low-rank products: each group of heads [T, G, H * D / G] by its own, then all.
+    """
+    c = step.config
+    out = rope(out, step.position, frequencies, inverse=True)
     groups = out.reshape(out.shape[0], c.o_groups, -1).astype(step.precision.compute_dtype)
     first = decode(parameters.wo_a, step.precision.compute_dtype)
     first = first.reshape(c.o_groups, c.o_lora_rank, -1)

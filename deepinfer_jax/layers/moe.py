@@ -3,11 +3,26 @@
 import jax
 import jax.numpy as jnp
 
+from deepinfer_jax.layers.hyper_connections import Residual, begin
 from deepinfer_jax.layers.primitives import StepContext
-from deepinfer_jax.parameters import ExpertParameters, MoeParameters
+from deepinfer_jax.parameters import ExpertParameters, LayerParameters, MoeParameters
 from pallas_kernels import ops
 
 _SUM_EPS = 1e-20
+
+
+def feed_forward(
+    residual: Residual, parameters: LayerParameters, num_experts_per_token: int, step: StepContext
+) -> Residual:
+    """The second half of a block: the residual with the output of its experts pending."""
+    x, residual = begin(residual, parameters.hc_ffn, step)
+    step.probe("hc_ffn", residual.mix)
+    x = step.norm(x, parameters.ffn_norm)
+    out = moe(x, parameters.ffn, num_experts_per_token, step)
+    step.probe("ffn_out", out)
+    residual = residual._replace(output=out)
+    step.probe("residual", residual)
+    return residual
 
 
 def moe(
