@@ -100,6 +100,25 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """Which images of a request are accepted.
+
+    `per_request_max`: images in one request; 0 refuses all.
+    `bytes_max`: size of one image file.
+    `pixels_max`: width times height of one image, which bounds the memory of decoding it.
+    """
+
+    per_request_max: int = 16
+    bytes_max: int = 8 * 2**20
+    pixels_max: int = 32 * 2**20
+
+    def __post_init__(self) -> None:
+        _check(self.per_request_max >= 0, "per_request_max", self.per_request_max, "0 or more")
+        for name in ("bytes_max", "pixels_max"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class ServingConfig:
     """Everything a server or an offline run needs to know.
 
@@ -109,6 +128,7 @@ class ServingConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    images: ImageOptions = field(default_factory=ImageOptions)
     sharding: str = "single"
 
 

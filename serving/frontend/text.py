@@ -21,12 +21,20 @@ class TextCodec:
 
     Attributes:
         tokenizer: deepseek-recipe's tokenizer, for the stream parsers.
+        special_tokens: how this tokenizer spells them, for converting requests.
     """
 
-    def __init__(self, tokenizer: recipe.Tokenizer, bos_token: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: recipe.Tokenizer,
+        bos_token: str | None = None,
+        image_token: str | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.special_tokens = recipe.SpecialTokens(image=image_token)
         self._bos_token = bos_token
-        self._encoding = recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
+        encoding = recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
+        self._encoding = encoding.with_special_tokens(self.special_tokens)
         self._newline = tokenizer.encode("\n")
 
     @classmethod
@@ -44,6 +52,21 @@ class TextCodec:
         except RuntimeError as error:
             raise ConfigError(f"{path}: not a tokenizer: {error}") from None
         return cls(tokenizer, _bos_of(model_dir / "tokenizer_config.json"))
+
+    def with_image_token(self, token_id: int) -> "TextCodec":
+        """A codec whose chats may hold images; each is the one token `token_id` in the prompt.
+
+        Raises:
+            ConfigError: the tokenizer has no special token of that id.
+        """
+        spelling = self.decode([token_id])
+        codec = TextCodec(self.tokenizer, self._bos_token, spelling)
+        if spelling and codec._knows_image(token_id, spelling):
+            return codec
+        raise ConfigError(
+            f"tokenizer.json: id {token_id} is {spelling!r}; expected a special token there, "
+            "because config.json says that this id stands for images"
+        )
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """A raw prompt; special tokens spelled in it count as such, as completions need it.
@@ -64,6 +87,18 @@ class TextCodec:
             RuntimeError: the format needs a special token that the tokenizer lacks.
         """
         return tuple(self._encoding.encode(conversation))
+
+    def _knows_image(self, token_id: int, spelling: str) -> bool:
+        image = recipe.BytesImageSource(b"")
+        message = recipe.UserMessage(spelling, [image], image_token=spelling)
+        try:
+            self.encode_chat(recipe.Conversation([recipe.UserMessage("-")]))
+        except RuntimeError:
+            return True  # Without the other tokens of the format there are no chats to hold one.
+        try:
+            return token_id in self.encode_chat(recipe.Conversation([message]))
+        except RuntimeError:
+            return False
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The whole text of token ids; bytes that are not UTF-8 become U+FFFD."""

@@ -15,7 +15,8 @@ from sharding.config_file import ConfigError, override_from_text
 def test_shipped_file_states_every_default() -> None:
     assert load_config() == ServingConfig()
     text = DEFAULT_CONFIG.read_text()
-    for table in (ServingConfig().model, ServingConfig().server, ServingConfig().engine):
+    config = ServingConfig()
+    for table in (config.model, config.server, config.engine, config.images):
         for name in table.__dataclass_fields__:
             assert f"\n{name} = " in text, f"{name} is not in {DEFAULT_CONFIG.name}"
 
@@ -53,6 +54,9 @@ def test_model_directory_and_name() -> None:
         ("engine.prefill_rows=0", "prefill_rows"),
         ("engine.waiting_max=0", "waiting_max"),
         ("engine.step_timeout_s=0", "step_timeout_s"),
+        ("images.per_request_max=-1", "per_request_max: received -1; expected 0 or more"),
+        ("images.bytes_max=0", "bytes_max"),
+        ("images.pixels_max=0", "pixels_max"),
         ("model.cache_format=int4", "cache_format"),
         ("engine.num_blocks=many", "num_blocks"),
     ],

@@ -101,3 +101,21 @@ def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: not a tokenizer conf"):
         TextCodec.load(tmp_path)
+
+
+def test_image_token_is_spelled_as_the_tokenizer_does() -> None:
+    codec = CODEC.with_image_token(318)
+    assert codec.special_tokens.token(recipe.SpecialToken.Image) == "<｜deepseek_image｜>"
+    source = recipe.BytesImageSource(b"")
+    spelled = codec.decode([318])
+    message = recipe.UserMessage(f"{spelled}{spelled}", [source], image_token=spelled)
+    # The first one is the image, the second one text of the client.
+    assert codec.encode_chat(recipe.Conversation([message])).count(318) == 1
+    assert codec.encode_text("ab") == CODEC.encode_text("ab")
+
+
+def test_image_token_that_is_no_token_is_refused() -> None:
+    # The first is an ordinary piece of text, which clients may write; the second does not exist.
+    for token_id in (200, 5000):
+        with pytest.raises(ConfigError, match=f"id {token_id} is"):
+            CODEC.with_image_token(token_id)
