@@ -3,6 +3,8 @@ Method: whole sequences are kept aside as plain lists; rings are filled from the
 position, with NaN in every place that was never written, and each value found is looked up.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,13 +39,22 @@ def ring_and_recent(rows: tuple[tuple[int, int, int], ...]) -> tuple[np.ndarray,
     return ring, np.array(recent + [np.nan, np.nan], np.float32)
 
 
-@pytest.mark.parametrize("as_numpy", [False, True])
-def test_each_distance_finds_the_token_of_its_own_row(as_numpy: bool) -> None:
+@jax.jit
+def jitted_gather(history: TokenHistory, ring: Any, recent: Any, distances: jax.Array) -> Any:
+    return history.gather(ring, recent, distances)
+
+
+def gather(
+    history: TokenHistory, ring: np.ndarray, recent: np.ndarray, num_distances: int
+) -> tuple[np.ndarray, np.ndarray]:
+    distances = jnp.arange(num_distances)
+    values, exists = jitted_gather(history, jnp.asarray(ring), jnp.asarray(recent), distances)
+    return np.asarray(values), np.asarray(exists)
+
+
+def test_each_distance_finds_the_token_of_its_own_row() -> None:
     ring, recent = ring_and_recent(ROWS)
-    distances = np.arange(RING + 1)
-    values, exists = history_of(ROWS, num_padding=2).gather(
-        jnp.asarray(ring), jnp.asarray(recent), distances if as_numpy else jnp.asarray(distances)
-    )
+    values, exists = gather(history_of(ROWS, num_padding=2), ring, recent, RING + 1)
     t = 0
     for start, count, slot in ROWS:
         for position in range(start, start + count):

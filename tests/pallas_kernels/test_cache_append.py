@@ -1,0 +1,79 @@
+"""Goal: new rows land in their places, in the format of the pool, and nothing else changes.
+Method: a pool of recognisable bytes is written; places meant are compared with the values encoded
+alone, all other places bit by bit with what they held.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ops
+from pallas_kernels.scaled_array import FP8_32, MXFP4_32, NVFP4_16, Format, ScaledArray, encode
+
+append = jax.jit(ops.cache_append)
+encode_rows = jax.jit(encode, static_argnums=1)
+
+OUTER = jnp.asarray([2, 0, -1, 4, 2, 1, -5], jnp.int32)
+INNER = jnp.asarray([1, 2, 0, 0, 0, 3, 1], jnp.int32)
+WRITTEN = {(2, 1): 0, (0, 2): 1, (2, 0): 4}
+"""Place -> row. Rows 2 and 6 have a negative block, row 3 one past the end; row 5 stands past the
+end of its block."""
+
+
+def assert_only_meant_places(before: Any, after: Any, rows: Any) -> None:
+    before, after, rows = (np.asarray(a) for a in (before, after, rows))
+    assert after.dtype == before.dtype
+    for place in np.ndindex(4, 3):
+        expected = rows[WRITTEN[place]] if place in WRITTEN else before[place]
+        assert after[place].tobytes() == expected.tobytes(), place
+
+
+def garbage(rng: np.random.Generator, like: Any) -> jax.Array:
+    """Random bytes, NaN among them."""
+    like = np.asarray(like)
+    shape = (4, 3, *like.shape[1:-1], like.shape[-1] * like.dtype.itemsize)
+    return jnp.asarray(rng.integers(0, 256, shape, np.uint8).view(like.dtype))
+
+
+@pytest.mark.parametrize("form", [FP8_32, NVFP4_16, MXFP4_32], ids=lambda form: form.name)
+def test_quantised_pools_hold_the_rows_encoded(form: Format, rng: np.random.Generator) -> None:
+    values = jnp.asarray(rng.standard_normal((7, 32)) * 5, jnp.float32)
+    rows = encode_rows(values, form)
+    pool = ScaledArray(garbage(rng, rows.codes), garbage(rng, rows.scale), form)
+    written = append(pool, values, OUTER, INNER)
+    assert isinstance(written, ScaledArray)
+    assert written.format is form
+    assert_only_meant_places(pool.codes, written.codes, rows.codes)
+    assert_only_meant_places(pool.scale, written.scale, rows.scale)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_plain_pools_keep_their_type(dtype: Any, rng: np.random.Generator) -> None:
+    values = jnp.asarray(rng.standard_normal((7, 2, 5)), jnp.float32)
+    rows = values.astype(dtype)
+    pool = garbage(rng, rows)
+    assert_only_meant_places(pool, append(pool, values, OUTER, INNER), rows)
+
+
+def test_single_numbers_can_be_kept(rng: np.random.Generator) -> None:
+    values = jnp.asarray(rng.integers(-1, 99, 7), jnp.int32)
+    pool = jnp.full((4, 3), 1000, jnp.int32)
+    assert_only_meant_places(pool, append(pool, values, OUTER, INNER), values)
+
+
+def test_no_rows_change_nothing() -> None:
+    pool = jnp.ones((4, 3, 2))
+    nothing = jnp.zeros(0, jnp.int32)
+    np.testing.assert_array_equal(append(pool, jnp.zeros((0, 2)), nothing, nothing), pool)
+
+
+def test_a_donated_pool_is_written_in_place() -> None:
+    pool = jnp.zeros((4, 3, 2))
+    address = pool.unsafe_buffer_pointer()
+    write = jax.jit(ops.cache_append, donate_argnums=0)
+    written = write(pool, jnp.ones((7, 2)), OUTER, INNER)
+    assert written.unsafe_buffer_pointer() == address
+    assert pool.is_deleted()

@@ -1,0 +1,156 @@
+"""Goal: a token attends to its window and its selected entries under one softmax with a sink.
+Method: a float64 oracle that walks over whole sequences, kept aside as plain lists; whatever the
+token must not see, in rings, blocks and other rows, holds NaN.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ops
+from pallas_kernels.history import TokenHistory
+from pallas_kernels.scaled_array import FP8_32, NVFP4_16, Format, decode, encode
+
+H, D, WINDOW, RING = 2, 32, 4, 6
+SCALE = 0.3
+SINK = np.array([0.5, -1.0], np.float32)
+ROWS = ((0, 1, 2), (9, 12, 1), (2, 3, 3))
+"""(first position, tokens in this step, slot); the second chunk is longer than the ring."""
+
+sparse_attention = jax.jit(ops.sparse_attention, static_argnames=("window", "scale"))
+
+
+class Sequences:
+    """Window entries of whole sequences, by slot and position, and a pool of entries."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.latents = {
+            slot: rng.standard_normal((start + count, D)).astype(np.float32)
+            for start, count, slot in ROWS
+        }
+        self.tokens = [
+            (slot, start, position)
+            for start, count, slot in ROWS
+            for position in range(start, start + count)
+        ]
+        self.ring = np.full((4, RING, D), np.nan, np.float32)
+        for start, _, slot in ROWS:
+            for position in range(start):
+                self.ring[slot, position % RING] = self.latents[slot][position]
+        self.recent = np.stack([self.latents[slot][p] for slot, _, p in self.tokens])
+        self.q = rng.standard_normal((len(self.tokens), H, D)).astype(np.float32)
+        # Entries 3 and 10 were never written.
+        self.entries = rng.standard_normal((4, 3, D)).astype(np.float32)
+        self.entries.reshape(-1, D)[[3, 10]] = np.nan
+        good = np.array([0, 1, 2, 4, 5, 6, 7, 8, 9, 11, -1, -1, -1])
+        self.index = np.stack([rng.permutation(good)[:5] for _ in self.tokens]).astype(np.int32)
+        self.index[0] = -1
+        self.history = TokenHistory(
+            *(jnp.asarray([t[i] for t in self.tokens], jnp.int32) for i in (2, 1, 0))
+        )
+
+    def run(self, ring: Any, recent: Any, entries: Any, **changes: Any) -> np.ndarray:
+        index = None if entries is None else jnp.asarray(self.index)
+        arguments = {"sink": jnp.asarray(SINK), "window": WINDOW, "scale": SCALE} | changes
+        sink = arguments.pop("sink")
+        out = sparse_attention(
+            jnp.asarray(self.q), ring, recent, self.history, entries, index, sink, **arguments
+        )
+        assert out.dtype == jnp.float32
+        return np.asarray(out)
+
+    def oracle(self, t: int, *, with_entries: bool, latents: Any, entries: Any) -> np.ndarray:
+        slot, _, position = self.tokens[t]
+        first = max(0, position - WINDOW + 1)
+        keys = [latents[slot][p].astype(np.float64) for p in range(first, position + 1)]
+        if with_entries:
+            keys += [entries.reshape(-1, D)[i].astype(np.float64) for i in self.index[t] if i >= 0]
+        out = np.zeros((H, D))
+        for h in range(H):
+            logits = np.array([SCALE * float(self.q[t, h] @ key) for key in keys])
+            weights = np.exp(logits)
+            out[h] = weights @ np.stack(keys) / (weights.sum() + np.exp(SINK[h]))
+        return out
+
+
+@pytest.fixture
+def sequences(rng: np.random.Generator) -> Sequences:
+    return Sequences(rng)
+
+
+@pytest.mark.parametrize("with_entries", [False, True])
+def test_window_and_selected_entries(sequences: Sequences, with_entries: bool) -> None:
+    s = sequences
+    entries = jnp.asarray(s.entries) if with_entries else None
+    out = s.run(jnp.asarray(s.ring), jnp.asarray(s.recent), entries)
+    for t in range(len(s.tokens)):
+        expected = s.oracle(t, with_entries=with_entries, latents=s.latents, entries=s.entries)
+        np.testing.assert_allclose(out[t], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_quantised_rings_and_entries(sequences: Sequences) -> None:
+    s = sequences
+
+    def rounded(x: np.ndarray, form: Format) -> tuple[Any, np.ndarray]:
+        packed = jax.jit(encode, static_argnums=1)(jnp.asarray(x), form)
+        return packed, np.asarray(jax.jit(decode)(packed))
+
+    ring, _ = rounded(s.ring, FP8_32)
+    recent, _ = rounded(s.recent, FP8_32)
+    entries, widened = rounded(s.entries, NVFP4_16)
+    out = s.run(ring, recent, entries)
+    latents = {slot: rounded(x, FP8_32)[1] for slot, x in s.latents.items()}
+    for t in range(len(s.tokens)):
+        expected = s.oracle(t, with_entries=True, latents=latents, entries=widened)
+        np.testing.assert_allclose(out[t], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_large_logits_do_not_overflow(sequences: Sequences) -> None:
+    """With a steep softmax each head copies its best entry."""
+    s = sequences
+    out = s.run(jnp.asarray(s.ring), jnp.asarray(s.recent), None, scale=3e4)
+    slot, _, position = s.tokens[5]
+    keys = s.latents[slot][position - WINDOW + 1 : position + 1]
+    for h in range(H):
+        dots = keys @ s.q[5, h]
+        expected = keys[dots.argmax()] if dots.max() > 0 else np.zeros(D)
+        np.testing.assert_allclose(out[5, h], expected, rtol=1e-5)
+
+
+def test_the_sink_takes_its_share(sequences: Sequences) -> None:
+    s = sequences
+    args = jnp.asarray(s.ring), jnp.asarray(s.recent), None
+    heavy = s.run(*args, sink=jnp.asarray([200.0, -200.0]))
+    np.testing.assert_array_equal(heavy[:, 0], np.zeros_like(heavy[:, 0]))
+    # A sink far below every logit takes nothing: the first token copies its only entry.
+    np.testing.assert_allclose(heavy[0, 1], s.latents[2][0], rtol=1e-5)
+
+
+def test_a_token_without_any_entry_gives_zero(sequences: Sequences) -> None:
+    s = sequences
+    out = s.run(jnp.asarray(s.ring), jnp.asarray(s.recent), jnp.asarray(s.entries), window=0)
+    np.testing.assert_array_equal(out[0], np.zeros((H, D)))
+    assert np.isfinite(out).all()
+    assert (out[1] != 0).any()
+
+
+def test_low_precision_queries_are_widened(sequences: Sequences) -> None:
+    s = sequences
+    narrow = jnp.asarray(s.q, jnp.bfloat16)
+    s.q = np.asarray(narrow.astype(jnp.float32))
+    expected = s.run(jnp.asarray(s.ring), jnp.asarray(s.recent), None)
+    got = sparse_attention(
+        narrow,
+        jnp.asarray(s.ring),
+        jnp.asarray(s.recent),
+        s.history,
+        None,
+        None,
+        jnp.asarray(SINK),
+        window=WINDOW,
+        scale=SCALE,
+    )
+    np.testing.assert_array_equal(got, expected)
