@@ -12,10 +12,11 @@ position is accepted or drawn only once, so those two streams need the position 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Names of streams: numbers that no position takes, since positions fill 31 bits.
-_ACCEPT_STREAM = 1 << 31
-_DRAFT_STREAM = _ACCEPT_STREAM + 1
+_ACCEPT_STREAM = np.uint32(1 << 31)
+_DRAFT_STREAM = np.uint32((1 << 31) + 1)
 
 _RESIDUAL_SHRINK = 1 - 5e-5
 """The draft counts as this much less likely, so that rounding cannot empty the residual."""
@@ -162,7 +163,7 @@ def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     return (random_bits(seed, position) >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def fold(seed: jax.Array, number: jax.Array | int) -> jax.Array:
+def fold(seed: jax.Array, number: jax.Array | np.uint32) -> jax.Array:
     """[M, 2] uint32: seeds of a stream that is named by a number, one for all or one each."""
 
     def one(seed: jax.Array, number: jax.Array) -> jax.Array:
