@@ -60,6 +60,7 @@ class JaxExecutor:
             self._place(tables.token_classes, ("vocab",)),
         )
         self.cache = self._allocate(report)
+        self._buffer_sharding = self.mesh.sharding((None,), (1,))
         self._steps = self._compile(buckets, report)
         self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
 
@@ -69,11 +70,19 @@ class JaxExecutor:
         Raises:
             KeyError: the plan's bucket was not compiled.
         """
-        step = self._steps[plan.kind, plan.bucket]
-        buffer = jnp.asarray(packing.pack(plan).buffer)
+        step = self.compiled(plan.kind, plan.bucket)
+        buffer = jax.device_put(packing.pack(plan).buffer, self._buffer_sharding)
         tokens, self.cache = step(self.weights, buffer, self.cache)
         tokens.copy_to_host_async()
         self._in_flight.append((plan, tokens))
+
+    def compiled(self, kind: StepKind, bucket: Bucket) -> CompiledStep:
+        """The compiled step of a bucket.
+
+        Raises:
+            KeyError: it is not among those that were compiled at the start.
+        """
+        return self._steps[kind, bucket]
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step.
@@ -114,9 +123,9 @@ class JaxExecutor:
     def _compile(
         self, buckets: BucketTable, report: Report
     ) -> dict[tuple[StepKind, Bucket], CompiledStep]:
-        shapes = {(kind, bucket): _shape(kind, bucket) for kind, bucket in buckets}
+        shapes = {(kind, bucket): shape_of(kind, bucket) for kind, bucket in buckets}
         for (_, bucket), shape in shapes.items():
-            _check_layout(bucket, shape)
+            check_layout(bucket, shape)
 
         def progress(done: int, total: int) -> None:
             report(f"compiling steps: {done} of {total}")
@@ -125,11 +134,12 @@ class JaxExecutor:
         return {key: compiled[shape] for key, shape in shapes.items()}
 
 
-def _shape(kind: StepKind, bucket: Bucket) -> StepShape:
+def shape_of(kind: StepKind, bucket: Bucket) -> StepShape:
+    """What the model calls a bucket."""
     return StepShape(bucket.num_rows, bucket.num_tokens, bucket.num_blocks, kind is StepKind.DECODE)
 
 
-def _check_layout(bucket: Bucket, shape: StepShape) -> None:
+def check_layout(bucket: Bucket, shape: StepShape) -> None:
     """Packing and model must agree on every field of a buffer; a mismatch is a defect."""
     packed = {name: (p.shape, p.dtype) for name, p in packing.layout(bucket).items()}
     expected = {name: (dims, np.dtype(t)) for name, (dims, t) in batch.fields(shape).items()}

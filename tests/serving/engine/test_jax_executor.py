@@ -1,0 +1,130 @@
+"""Goal: plans run on the real model as the engine means them, and nothing is compiled after the
+start. Method: the golden checkpoint with small buckets, its greedy tokens, and jax's own compile
+events.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from serving.cluster import ModelFacts
+from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.request import Request, SamplingParams
+from serving.engine import jax_executor
+from serving.engine.engine import Engine, EngineLimits, run_step
+from serving.engine.jax_executor import JaxExecutor
+from sharding.plan import ShardingError, load_plan
+
+BUCKETS = BucketTable(
+    {StepKind.PREFILL: [Bucket(2, 16, 2)], StepKind.DECODE: [Bucket(1, 1, 2), Bucket(4, 4, 2)]}
+)
+
+
+@pytest.fixture(scope="module")
+def executor() -> JaxExecutor:
+    """The golden checkpoint on one device."""
+    directory = Path(__file__).parents[2] / "golden" / "tiny-v41"
+    return JaxExecutor(directory, "kvq", BUCKETS, 12, 5, load_plan("single"))
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Names of everything that is compiled while the test runs."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_s: float, **_: object) -> None:
+        if "compile" in event:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _engine(executor: JaxExecutor) -> Engine:
+    facts = ModelFacts(
+        executor.model_config.vocab_size,
+        executor.model_config.max_position_embeddings,
+        executor.model_config.eos_token_id,
+    )
+    limits = EngineLimits(
+        num_blocks=12,
+        num_slots=5,
+        context_max=256,
+        vocab_size=facts.vocab_size,
+        eos_token_id=facts.eos_token_id,
+    )
+    return Engine(limits, BUCKETS, random.Random(7))
+
+
+def _run(engine: Engine, executor: JaxExecutor) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.status().num_waiting or engine.status().num_running:
+        for delta in run_step(engine, executor):
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return tokens
+
+
+def test_greedy_tokens_in_company_and_no_compilation(
+    executor: JaxExecutor, golden: Path, compilations: list[str]
+) -> None:
+    data = np.load(golden / "greedy.npz")
+    prompt = tuple(int(t) for t in data["prompt"])
+    engine = _engine(executor)
+    greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, top_p=0.9, seed=2**40)
+    for i in range(3):
+        engine.admit(Request(f"greedy {i}", prompt, greedy))
+        engine.admit(Request(f"drawn {i}", prompt[: 5 * i + 1], drawn))
+    tokens = _run(engine, executor)
+    for i in range(3):
+        assert tokens[f"greedy {i}"] == data["tokens_kvq"].tolist()
+    assert compilations == []
+    # The draw repeats itself alone, in other slots and blocks.
+    engine.admit(Request("again", prompt[:11], drawn))
+    assert _run(engine, executor)["again"] == tokens["drawn 2"]
+    assert compilations == []
+    jax.jit(lambda x: x + 1)(3)
+    assert compilations, "the listener would have seen a compilation"
+
+
+def test_results_come_in_the_order_of_the_plans(executor: JaxExecutor) -> None:
+    engine = _engine(executor)
+    for name in ("a", "b"):
+        engine.admit(Request(name, (5, 6, 7), SamplingParams(max_tokens=3, temperature=0.0)))
+    plan = engine.plan()
+    assert plan is not None and plan.kind is StepKind.PREFILL
+    executor.submit(plan)
+    result = executor.collect()
+    assert result.step_index == plan.step_index
+    # One token for each of the two prompts, and equal ones, since the prompts are equal.
+    assert result.token_ids.shape == (2,) and len(set(result.token_ids.tolist())) == 1
+    with pytest.raises(IndexError):
+        executor.collect()
+
+
+def test_an_uncompiled_bucket_raises(executor: JaxExecutor) -> None:
+    with pytest.raises(KeyError):
+        executor.compiled(StepKind.DECODE, Bucket(3, 3, 2))
+
+
+def test_packing_and_model_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket(2, 16, 2)
+    jax_executor.check_layout(bucket, jax_executor.shape_of(StepKind.PREFILL, bucket))
+    real = jax_executor.batch.fields
+    monkeypatch.setattr(
+        jax_executor.batch, "fields", lambda shape: dict(reversed(real(shape).items()))
+    )
+    with pytest.raises(AssertionError):
+        jax_executor.check_layout(bucket, jax_executor.shape_of(StepKind.PREFILL, bucket))
+
+
+def test_too_few_devices(golden: Path, tmp_path: Path) -> None:
+    path = tmp_path / "many.toml"
+    path.write_text("[mesh]\ndata = 4096\n")
+    with pytest.raises(ShardingError, match="needs 4096 devices"):
+        JaxExecutor(golden / "tiny-v41", "kvq", BUCKETS, 12, 5, load_plan(path))
