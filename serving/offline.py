@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import deepseek_recipe as recipe
 import msgspec
+import numpy as np
 from tqdm import tqdm
 
 from serving.cluster import make_engine
@@ -30,7 +31,7 @@ from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_e
 from serving.loading import LoadedModel, load_model
 from sharding.config_file import override
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a chat."""
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
@@ -180,7 +181,7 @@ class LLM:
         """Token ids of a prompt of any form. Raises ApiError."""
         if isinstance(prompt, str):
             return self._encode_text(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
+        if len(prompt) and isinstance(prompt[0], Mapping):
             return self._encode_chat([dict(cast(Any, message)) for message in prompt], {})
         return self._checked_ids(prompt)
 
@@ -197,7 +198,7 @@ class LLM:
             converted = recipe.ChatCompletionRequest(body).convert(conversion)
             return self._model.codec.encode_chat(converted.conversation)
 
-    def _checked_ids(self, token_ids: Sequence[Any]) -> tuple[int, ...]:
+    def _checked_ids(self, token_ids: Iterable[Any]) -> tuple[int, ...]:
         vocab_size = self._model.facts.vocab_size
         ids = [_as_int(token) for token in token_ids]
         for index, token in enumerate(ids):
@@ -319,9 +320,10 @@ def _as_int(token: object) -> object:
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one prompt or several."""
+    """A list of prompts from one prompt or several; ids may be in arrays."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and not isinstance(prompts[0], str | Sequence):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    is_one = len(prompts) > 0 and (
+        isinstance(prompts[0], Mapping) or not hasattr(prompts[0], "__len__")
+    )
+    return [cast(Prompt, prompts)] if is_one else list(cast(Sequence[Prompt], prompts))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from serving.config import ServingConfig
@@ -55,6 +56,9 @@ def test_text_ids_and_messages_are_prompts() -> None:
     assert [output.text for output in llm.generate("ab", params)] == [text.text]
     assert [output.text for output in llm.generate([3, 4, 5], params)] == [ids.text]
     assert llm.generate([], params) == []
+    array = np.array([3, 4, 5], np.int32)
+    assert llm.generate(array, params) == [ids] == llm.generate([array], params)
+    assert llm.generate(chat, params) == [messages]
 
 
 def test_end_token_stops_and_is_in_the_ids_only() -> None:

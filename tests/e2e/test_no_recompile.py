@@ -1,0 +1,43 @@
+"""Goal: after start-up nothing is compiled any more, whatever shapes and settings requests have.
+
+Method: the runtime's own compilation events are counted while prompts from one token to several
+chunks, in batches from one to more than fit, are generated with every kind of sampling.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from serving import LLM, SamplingParams
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Grows by one entry per compilation."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == COMPILED:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_compiles_after_start_up(llm: LLM, compilations: list[str]) -> None:
+    greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    sampled = SamplingParams(max_tokens=9, top_k=5, top_p=0.9, seed=3, ignore_eos=True)
+    for lengths in ([1], [63, 64, 65], [300, 2], [7] * 12):
+        prompts = [[3 + length % 9] * length for length in lengths]
+        for params in (greedy, sampled):
+            assert len(llm.generate(prompts, params)) == len(prompts)
+    assert compilations == []
+
+
+def test_the_listener_sees_compilations(compilations: list[str]) -> None:
+    jax.jit(lambda x: x * 17 + 4)(3.0).block_until_ready()
+    assert compilations
