@@ -12,7 +12,7 @@ from serving.frontend.gateway import Update
 from serving.frontend.protocols import (
     ServedModel,
     event,
-    new_request_id,
+    make_call_id,
     usage,
     visible_tokens,
 )
@@ -37,7 +37,7 @@ class CompletionCall:
         self._includes_usage = fields.include_usage(body, self.is_streamed)
         self._model = model
         self._created = clock.unix_s()
-        self._id = new_request_id("cmpl")
+        self._id = make_call_id("cmpl")
         now_ns, seed = clock.now_ns(), fields.integer(body, "seed")
         self.requests: list[Request] = []
         prompts = _prompts(body, model, prompts_max)

@@ -82,7 +82,7 @@ def error_event(error: ApiError) -> bytes:
     return b"event: error\n" + event(error.body())
 
 
-def new_request_id(prefix: str) -> str:
+def make_call_id(prefix: str) -> str:
     """A name for one call that no other call has."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
@@ -132,7 +132,7 @@ class ChatCall:
         self.is_streamed = converted.stream
         self._includes_usage = fields.include_usage(body, converted.stream)
         self._model = model
-        call_id = new_request_id("chatcmpl")
+        call_id = make_call_id("chatcmpl")
         self.requests = [Request(call_id, prompt, sampling, clock.now_ns())]
         self._num_generated = 0
         self._num_cached = 0
