@@ -7,6 +7,9 @@ overtaken at all, since the pool was too full already.
 Chunks: several prompts share the tokens of one step. One half goes to the prompts in order of
 admission, the rest to those with the fewest tokens left. So a short prompt does not wait for a
 long one, and a stream of short ones does not stop a long one.
+
+An image is computed whole: no chunk ends inside one. So that it cannot wait for ever, the oldest
+prompt may exceed its half by the image it has come to.
 """
 
 from collections import OrderedDict
@@ -16,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from serving.core.buckets import BucketTable, StepKind
+from serving.core.image_layout import next_stop, whole_images_end
+from serving.core.request import RequestImage
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence
 
@@ -95,12 +100,21 @@ def _num_promised_blocks(table: RunningTable) -> int:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens `start` to `start + num_tokens - 1` of the sequence at `row`."""
+    """Tokens `start` to `start + num_tokens - 1` of the sequence at `row`.
+
+    `num_least` are the fewest tokens that cut no image.
+    """
 
     row: int
     start: int
     num_remaining: int
+    num_least: int
+    images: tuple[RequestImage, ...]
     num_tokens: int = 0
+
+    def whole(self, num_tokens: int) -> int:
+        """The most tokens up to `num_tokens` that cut no image."""
+        return max(whole_images_end(self.images, self.start + num_tokens) - self.start, 0)
 
 
 class _ChunkBatch:
@@ -114,7 +128,10 @@ class _ChunkBatch:
         self._num_blocks = 1
 
     def extend(self, chunk: _Chunk, num_tokens_max: int) -> None:
-        """Add up to `num_tokens_max` more of the chunk's remaining tokens, as buckets allow."""
+        """Add up to `num_tokens_max` more of the chunk's remaining tokens.
+
+        Fewer, if buckets do not allow as many, or so as not to cut an image.
+        """
         num_rows = self._num_rows + (chunk.num_tokens == 0)
         stop = chunk.start + chunk.num_tokens
         num_wanted = min(num_tokens_max, chunk.num_remaining - chunk.num_tokens)
@@ -124,7 +141,8 @@ class _ChunkBatch:
                 room = bucket.num_tokens - self.num_tokens
                 reach = bucket.num_blocks * self._block_size - stop
                 num_added = max(num_added, min(num_wanted, room, reach))
-        if num_added == 0:
+        num_added = chunk.whole(chunk.num_tokens + num_added) - chunk.num_tokens
+        if num_added <= 0:
             return
         self._num_rows = num_rows
         chunk.num_tokens += num_added
@@ -157,7 +175,7 @@ def choose_chunks(
     for chunk in chunks:
         num_blocks = int(table.num_blocks[chunk.row]) + table.blocks.num_free
         room = num_blocks * table.block_size - chunk.start
-        chunk.num_tokens = min(chunk.num_tokens, room)
+        chunk.num_tokens = chunk.whole(min(chunk.num_tokens, room))
         claimed = table.claim(chunk.row, chunk.start + chunk.num_tokens)
         assert claimed, f"row {chunk.row} was refused {chunk.num_tokens} tokens that fit"
     return (
@@ -167,7 +185,7 @@ def choose_chunks(
 
 
 def _backed_chunks(table: RunningTable) -> list[_Chunk]:
-    """The prompts with tokens left and a block for the next of them, oldest first.
+    """The prompts with tokens left and blocks for the fewest they can go on with, oldest first.
 
     Blocks are claimed before tokens are shared out, so that no prompt that waits for a block
     takes another's share.
@@ -178,9 +196,14 @@ def _backed_chunks(table: RunningTable) -> list[_Chunk]:
     backed: list[_Chunk] = []
     for row in rows.tolist():
         start = int(table.num_scheduled[row])
-        # An older one may have preempted this one.
-        if table.sequences[row] is not None and table.claim(row, start + 1):
-            backed.append(_Chunk(row, start, int(table.num_tokens[row]) - start))
+        sequence = table.sequences[int(row)]
+        if sequence is None:
+            continue  # An older one has preempted this one.
+        images = sequence.request.images
+        stop = next_stop(images, start)
+        if table.claim(row, stop):
+            num_remaining = int(table.num_tokens[row]) - start
+            backed.append(_Chunk(row, start, num_remaining, stop - start, images))
     return backed
 
 
@@ -190,4 +213,5 @@ def _fill_by_age(batch: _ChunkBatch, by_age: list[_Chunk], num_rows: int, num_to
     for chunk in by_age[: max(num_rows - 1, 1)]:
         if batch.num_tokens >= budget:
             return
-        batch.extend(chunk, budget - batch.num_tokens)
+        num_least = 0 if batch.num_tokens else chunk.num_least
+        batch.extend(chunk, max(budget - batch.num_tokens, num_least))

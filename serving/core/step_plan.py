@@ -13,6 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from serving.core.buckets import Bucket, StepKind
+from serving.core.request import RequestImage
+
+
+@dataclass(frozen=True, slots=True)
+class StepImage:
+    """An image that a prefill step computes: all of it, from token `token_index` of the step."""
+
+    token_index: int
+    image: RequestImage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +41,7 @@ class StepPlan:
             padded with 0, which belongs to padding.
         temperatures: [R] float32.   top_ks: [R] int32.   top_ps: [R] float32.
         seeds: [R] int64.
+        images: those whose tokens are among `token_ids`, in that order; none in a decode step.
     """
 
     step_index: int
@@ -47,6 +57,7 @@ class StepPlan:
     top_ks: np.ndarray
     top_ps: np.ndarray
     seeds: np.ndarray
+    images: tuple[StepImage, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -36,7 +36,7 @@ from serving.core.request import (
 )
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence, SequenceStatus
-from serving.core.step_plan import StepPlan, StepResult
+from serving.core.step_plan import StepImage, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +260,22 @@ class Engine:
         self._num_prefill_steps += 1
         starts = table.num_scheduled[rows]
         chunks: list[np.ndarray] = []
+        images: list[StepImage] = []
+        num_before = 0
         for row, start, count in zip(
             rows.tolist(), starts.tolist(), num_tokens.tolist(), strict=True
         ):
             sequence = table.sequences[row]
             assert sequence is not None, f"row {row} is planned but empty"
             chunks.append(sequence.tokens(start, start + count))
-        return self._make_plan(StepKind.PREFILL, rows, num_tokens, np.concatenate(chunks))
+            images += [
+                StepImage(num_before + image.start - start, image)
+                for image in sequence.request.images
+                if start <= image.start < start + count
+            ]
+            num_before += count
+        token_ids = np.concatenate(chunks)
+        return self._make_plan(StepKind.PREFILL, rows, num_tokens, token_ids, tuple(images))
 
     def _plan_decode(self) -> StepPlan | None:
         rows = decode_scheduler.choose_rows(self._table, self.buckets)
@@ -277,7 +286,12 @@ class Engine:
         return self._make_plan(StepKind.DECODE, rows, num_tokens, self._table.last_tokens[rows])
 
     def _make_plan(
-        self, kind: StepKind, rows: np.ndarray, num_tokens: np.ndarray, token_ids: np.ndarray
+        self,
+        kind: StepKind,
+        rows: np.ndarray,
+        num_tokens: np.ndarray,
+        token_ids: np.ndarray,
+        images: tuple[StepImage, ...] = (),
     ) -> StepPlan:
         table = self._table
         starts = table.num_scheduled[rows]
@@ -306,6 +320,7 @@ class Engine:
             top_ks=table.top_ks[rows],
             top_ps=table.top_ps[rows],
             seeds=table.seeds[rows],
+            images=images,
         )
 
     def _add_tokens(self, kind: StepKind, rows: np.ndarray, tokens: np.ndarray) -> list[TokenDelta]:
@@ -365,7 +380,31 @@ class Engine:
             )
         self._check_ids(request.prompt_token_ids, "prompt")
         self._check_ids(request.sampling.stop_token_ids, "stop_token_ids")
+        self._check_images(request)
         return np.array(request.prompt_token_ids, np.int32)
+
+    def _check_images(self, request: Request) -> None:
+        """An image must lie in the prompt, and in a single prefill step of some bucket."""
+        stop_before = 0
+        for index, image in enumerate(request.images):
+            if not stop_before <= image.start < image.stop <= len(request.prompt_token_ids):
+                raise RequestError(
+                    f"image {index + 1} covers tokens {image.start} to {image.stop - 1}; expected "
+                    f"tokens from {stop_before} to {len(request.prompt_token_ids) - 1}",
+                    "images",
+                )
+            stop_before = image.stop
+            fits = self.buckets.smallest(
+                StepKind.PREFILL, 1, image.num_tokens, -(-image.stop // self.limits.block_size)
+            )
+            if fits is None:
+                num_tokens = self.buckets.largest(StepKind.PREFILL).num_tokens
+                raise RequestError(
+                    f"image {index + 1} has {image.num_tokens} tokens; expected at most "
+                    f"{num_tokens}, because an image is computed in one prefill step; send a "
+                    "smaller image or add a larger prefill size",
+                    "images",
+                )
 
     def _check_ids(self, token_ids: tuple[int, ...], param: str) -> None:
         vocab_size = self.limits.vocab_size

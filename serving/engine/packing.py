@@ -14,6 +14,9 @@ import numpy as np
 from serving.core.buckets import Bucket, StepKind
 from serving.core.step_plan import StepPlan
 
+IMAGE_FEATURE = -1
+"""Stands among the token ids where a computed image feature takes the place of an embedding."""
+
 
 class ArrayPlace(NamedTuple):
     """An array of a packed step: `shape` values of the 4-byte `dtype` from `offset` (in values)."""
@@ -30,7 +33,7 @@ class PackedStep:
     Attributes:
         kind, bucket: the compiled step to run.
         num_rows, num_tokens_total: what is in use; the rest is padding.
-        token_ids: [T] int32, padded with 0.
+        token_ids: [T] int32, padded with 0; `IMAGE_FEATURE` for the tokens of the step's images.
         row_index: [T] int32, the row of each token, padded with R.
         starts: [R] int32, absolute position of each row's first token, padded with 0.
         num_tokens: [R] int32, padded with 0.
@@ -125,6 +128,9 @@ def pack(plan: StepPlan) -> PackedStep:
     buffer[: len(padding)] = padding
     views = _views(buffer, bucket)
     views["token_ids"][:num_tokens] = plan.token_ids
+    for place in plan.images:
+        end = place.token_index + place.image.num_tokens
+        views["token_ids"][place.token_index : end] = IMAGE_FEATURE
     views["row_index"][:num_tokens] = np.repeat(np.arange(num_rows), plan.num_tokens)
     views["starts"][:num_rows] = plan.starts
     views["num_tokens"][:num_rows] = plan.num_tokens

@@ -4,6 +4,8 @@ Method: tables with a few prompts; which start, and how many tokens each gets, w
 random prompts and buckets for what must always hold.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from serving.core.prefill_scheduler import (
     choose_chunks,
     start_waiting,
 )
-from serving.core.request import Request, SamplingParams
+from serving.core.request import Request, RequestImage, SamplingParams
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence, SequenceStatus
 
@@ -217,3 +219,33 @@ def test_every_choice_fits_a_bucket_and_its_blocks(
     assert (table.num_blocks[rows] * 4 >= num_tokens).all()
     need = int(table.blocks_for(num_tokens).max())
     assert buckets.smallest(StepKind.PREFILL, len(rows), int(num_tokens.sum()), need) is not None
+
+
+# --- images ----------------------------------------------------------------------
+
+
+def shares_of_image(start: int, num_tokens: int, num_blocks: int, bucket_tokens: int = 16) -> int:
+    """Tokens that a prompt of 20 with one image gets next to an older prompt of 4."""
+    table = make_table([4], num_blocks=num_blocks)
+    sequence = make_sequence(1, 20)
+    image = RequestImage(start, num_tokens, 1, 1, b"", np.zeros((1, 588), np.uint8))
+    sequence.request = replace(sequence.request, images=(image,))
+    table.enter(sequence)
+    buckets = bucket_table([Bucket(2, bucket_tokens, 64)])
+    rows, counts = choose_chunks(table, buckets, False)
+    assert (counts > 0).all()
+    return dict(zip(table.sequence_ids[rows].tolist(), counts.tolist(), strict=True)).get(1, 0)
+
+
+def test_an_image_is_not_cut_by_the_end_of_a_step() -> None:
+    assert shares_of_image(0, 12, num_blocks=99) == 12
+    assert shares_of_image(0, 13, num_blocks=99) == 0
+    assert shares_of_image(2, 11, num_blocks=99) == 2
+    assert shares_of_image(12, 8, num_blocks=99) == 12
+
+
+def test_an_image_is_not_cut_by_the_end_of_the_pool() -> None:
+    # One block is for padding, one for the older prompt, so two blocks of four are left.
+    assert shares_of_image(0, 8, num_blocks=4) == 8
+    assert shares_of_image(0, 9, num_blocks=4) == 0
+    assert shares_of_image(3, 6, num_blocks=4) == 3

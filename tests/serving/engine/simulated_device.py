@@ -3,7 +3,8 @@
 `SimulatedDevice` keeps a KV pool that holds the tokens themselves and a state slot that holds a
 digest of the tokens it has seen. Each step reads its context back through the block tables and
 compares it with the slot, so a wrong block, slot, start, order or a block reused too early shows
-as an error or as a wrong token. `expected_tokens` gives the tokens of a request without any of it.
+as an error or as a wrong token. An image counts as one large token for each of its places.
+`expected_tokens` gives the tokens of a request without any of it.
 """
 
 import random
@@ -12,15 +13,16 @@ from collections import deque
 import numpy as np
 
 from serving.core.buckets import Bucket, BucketTable, StepKind
-from serving.core.request import FinishReason, Request, SamplingParams, TokenDelta
+from serving.core.request import FinishReason, Request, RequestImage, SamplingParams, TokenDelta
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.engine import Engine, EngineLimits
-from serving.engine.packing import PackedStep, pack
+from serving.engine.packing import IMAGE_FEATURE, PackedStep, pack
 
 VOCAB_SIZE = 23
 EOS = 0
 _MODULUS = 2**61 - 1
 _EMPTY = 7
+_IMAGE_VALUES = 10_000
 
 
 def _extend(digest: int, token: int) -> int:
@@ -33,13 +35,28 @@ def _sample(digest: int, position: int, sampling: tuple[float, int, float, int])
     return (digest + position * 7919 + settings) // 3 % VOCAB_SIZE
 
 
+def make_image(start: int, num_tokens: int, name: int = 0) -> RequestImage:
+    """An image of no content; `name` tells it from others."""
+    pixels = np.zeros((1, 588), np.uint8)
+    return RequestImage(start, num_tokens, 1, 1, name.to_bytes(2), pixels)
+
+
+def _image_values(image: RequestImage) -> list[int]:
+    """What stands for an image's tokens: no token id, and another number at each place."""
+    first = _IMAGE_VALUES * (1 + int.from_bytes(image.digest))
+    return list(range(first, first + image.num_tokens))
+
+
 def expected_tokens(request: Request, seed: int, length_max: int) -> list[int]:
     """What the device must generate for a request that nothing disturbs."""
     wanted = request.sampling
     sampling = (wanted.temperature, wanted.top_k, wanted.top_p, seed)
     stops = set(wanted.stop_token_ids) | (set() if wanted.ignore_eos else {EOS})
     digest, length = _EMPTY, len(request.prompt_token_ids)
-    for token in request.prompt_token_ids:
+    prompt = list(request.prompt_token_ids)
+    for image in request.images:
+        prompt[image.start : image.stop] = _image_values(image)
+    for token in prompt:
         digest = _extend(digest, token)
     output: list[int] = []
     while True:
@@ -67,11 +84,17 @@ class SimulatedDevice:
 
     def collect(self) -> StepResult:
         plan = self.in_flight.popleft()
-        return StepResult(plan.step_index, self._run(pack(plan)))
+        return StepResult(plan.step_index, self._run(pack(plan), plan))
 
-    def _run(self, step: PackedStep) -> np.ndarray:
+    def _run(self, step: PackedStep, plan: StepPlan) -> np.ndarray:
         """Sampled tokens of the rows in use (prefill) or of the tokens in use (decode)."""
         sampled: list[int] = []
+        for place in plan.images:
+            values = _image_values(place.image)
+            there = step.token_ids[place.token_index :][: len(values)]
+            assert (there == IMAGE_FEATURE).all(), f"{place} does not stand at its place"
+            there[:] = values
+        assert (step.token_ids != IMAGE_FEATURE).all(), "features of no image are wanted"
         assert (step.row_index[step.num_tokens_total :] == step.bucket.num_rows).all()
         assert not step.slots[step.num_rows :].any()
         for row in range(step.num_rows):
@@ -121,11 +144,16 @@ class CheckedEngine:
         self._requests: dict[str, Request] = {}
         self._same_seeds = random.Random(seed)
 
-    def admit(self, prompt: list[int], sampling: SamplingParams | None = None) -> str:
+    def admit(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams | None = None,
+        images: tuple[RequestImage, ...] = (),
+    ) -> str:
         """Admit a request and return its name; raises as the engine does."""
         sampling = sampling or SamplingParams(temperature=0)
         name = f"request-{len(self._requests)}"
-        request = Request(name, tuple(prompt), sampling)
+        request = Request(name, tuple(prompt), sampling, images=images)
         self.engine.admit(request)
         seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
         self._requests[name] = request
