@@ -23,6 +23,7 @@ from tests.serving.frontend.alphabet import (
     is_idle,
     letter_at,
     letters,
+    metric,
     post,
     wait_for,
 )
@@ -120,6 +121,8 @@ def test_eos_ends_an_answer_and_is_not_shown() -> None:
 
 
 def test_stop_string_ends_text_and_frees_the_request(service: RunningService) -> None:
+    stops = 'deepinfer_requests_finished_total{reason="stop"}'
+    before = metric(service.url, stops)
     for stream in (False, True):
         body = chat(stop=["fgh"], max_tokens=300, stream=stream) | PLAIN
         response = post(service.url, body)
@@ -134,6 +137,7 @@ def test_stop_string_ends_text_and_frees_the_request(service: RunningService) ->
         assert text.endswith("e") and "fgh" not in text
         assert reason == "stop"
         wait_for(lambda: is_idle(service.url), "freeing the blocks")
+    assert metric(service.url, stops) == before + 2
 
 
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:

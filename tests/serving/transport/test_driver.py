@@ -162,12 +162,12 @@ def test_timers_fire_once_and_restart_when_set_again() -> None:
         a = Recorder(A)
         async with Driver([a], {}) as driver:
             started = time.monotonic()
-            a.outbox.set_timer("one", 1_000_000_000)
-            a.outbox.set_timer("one", 20_000_000)
+            a.outbox.set_timer("one", 15_000_000)
+            a.outbox.set_timer("one", 60_000_000)
             a.outbox.set_timer("two", 10_000_000)
             driver.perform(A)
             await until(lambda: len(a.got) == 2)
-            assert time.monotonic() - started < 0.9, "setting a timer again replaces it"
+            assert time.monotonic() - started > 0.055, "setting a timer again replaces it"
             await asyncio.sleep(0.03)
         assert a.got == ["two", "one"]
 
