@@ -28,10 +28,10 @@ def letters(start: int, count: int) -> str:
 
 
 def metric(url: str, name: str) -> float:
+    """A value of the metrics page; 0 for a counter that has not begun."""
     page = httpx.get(f"{url}/metrics").text
-    return next(
-        float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"{name} ")
-    )
+    lines = (line for line in page.splitlines() if line.startswith(f"{name} "))
+    return next((float(line.split()[-1]) for line in lines), 0.0)
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
