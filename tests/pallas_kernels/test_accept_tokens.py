@@ -181,8 +181,22 @@ def test_drafts_of_the_target_itself_are_all_accepted() -> None:
     anchors, at, drafted = small_case(FEW, settings, TARGET)
     for limit in (1, DRAFTS):
         limits = jnp.full(FEW, limit, jnp.int32)
-        accepted, _ = verify(TARGET, anchors, at, drafted, limits, settings)
+        accepted, following = verify(TARGET, anchors, at, drafted, limits, settings)
         np.testing.assert_array_equal(accepted, limit)
+        # And the token after them is the one that is sampled at its position without drafts.
+        logits = jnp.asarray(TARGET)[drafted.tokens[:, limit - 1]]
+        sampled = sample_tokens(logits, *settings.columns(FEW), seeds(FEW), at + 1 + limit)
+        np.testing.assert_array_equal(following, sampled)
+
+
+def test_a_refusal_without_any_residual_still_draws_a_token() -> None:
+    """Rounding can refuse a draft where both distributions are equal; here it is made to."""
+    anchors, at, drafted = small_case(FEW, FILTERED, TARGET)
+    refused = drafted._replace(probability=jnp.full((FEW, DRAFTS), 1e9, jnp.float32))
+    all_drafts = jnp.full(FEW, DRAFTS, jnp.int32)
+    accepted, following = verify(TARGET, anchors, at, refused, all_drafts, FILTERED)
+    np.testing.assert_array_equal(accepted, 0)
+    assert np.all(FILTERED.distribution(TARGET)[np.asarray(anchors), np.asarray(following)] > 0)
 
 
 def test_drafts_outside_the_filters_are_never_accepted() -> None:
