@@ -17,31 +17,38 @@ import numpy as np
 from deepinfer_jax.batch import StepBatch, StepShape, buffer_size, last_tokens
 from deepinfer_jax.cache import KVCache
 from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
-from deepinfer_jax.layers.primitives import Arithmetic
+from deepinfer_jax.layers.primitives import Arithmetic, Probe, no_probe
 from deepinfer_jax.model import Model, Weights, forward, logits
 from deepinfer_jax.sampling import accept, sample
 
-CompiledStep = Callable[[Weights, jax.Array, KVCache], tuple[jax.Array, KVCache]]
+CompiledStep = Callable[..., tuple[jax.Array, KVCache]]
+"""Takes weights, buffer and cache, and image features if it was compiled with them."""
 
 _COMPILE_THREADS = 2
 """XLA releases the interpreter while it compiles, but one program already uses several cores."""
 
 
 def run_step(
-    model: Model, shape: StepShape, weights: Weights, buffer: jax.Array, cache: KVCache
+    model: Model,
+    shape: StepShape,
+    weights: Weights,
+    buffer: jax.Array,
+    cache: KVCache,
+    image_features: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """One step, not yet compiled.
 
     Args:
         buffer: int32, what `batch.pack` made for `shape`.
         cache: its arrays are written in place when the caller donates them.
+        image_features: what `model.forward` takes for the image tokens of a prefill step.
 
     Returns:
         sampled tokens [num_samples] int32: one after every token for a decode step (arbitrary
         after padding), one after each row's last token for a prefill step. And the cache.
     """
     batch = StepBatch.unpack(buffer, shape)
-    residual, cache = forward(model, weights, cache, batch)
+    residual, cache = forward(model, weights, cache, batch, image_features=image_features)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
     else:
@@ -73,7 +80,13 @@ class SpeculativeResult(NamedTuple):
 
 
 def run_speculative_step(
-    model: Model, shape: StepShape, weights: Weights, buffer: jax.Array, cache: KVCache
+    model: Model,
+    shape: StepShape,
+    weights: Weights,
+    buffer: jax.Array,
+    cache: KVCache,
+    image_features: jax.Array | None = None,
+    probe: Probe = no_probe,
 ) -> tuple[jax.Array, KVCache]:
     """One step of a model that drafts, not yet compiled.
 
@@ -85,6 +98,7 @@ def run_speculative_step(
         buffer: int32, what `batch.pack` made for `shape`. A decode row has 1 to N + 1 tokens, of
             which only the first id counts.
         cache: with `draft`; its arrays are written in place when the caller donates them.
+        image_features: what `model.forward` takes for the image tokens of a prefill step.
 
     Returns:
         [R, 3 N + 1] int32 for `SpeculativeResult.unpack`, and the cache. Rejected tokens leave
@@ -99,19 +113,24 @@ def run_speculative_step(
     batch, waiting = StepBatch.unpack(buffer, shape), cache.draft
     if shape.samples_every_token:
         batch = fill_drafts(batch, waiting)
-    residual, cache = forward(model, weights, cache, batch)
+    residual, cache = forward(model, weights, cache, batch, probe, image_features)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
-        accepted, following = accept(logits(model, weights, residual, token_index), batch, waiting)
+        target = logits(model, weights, residual, token_index)
+        accepted, following = accept(target, batch, waiting)
         num_kept = accepted + 1
     else:
         token_index = last_tokens(batch)
-        following = sample(logits(model, weights, residual, token_index), batch, token_index)
+        target = logits(model, weights, residual, token_index)
+        following = sample(target, batch, token_index)
         accepted, num_kept = jnp.zeros_like(following), batch.num_tokens
+    probe("logits", target)
     assert cache.draft is not None
     arithmetic = Arithmetic(model.config, model.precision)
     rows = DraftRows.of(batch, following, num_kept)
-    confidences, drafted = draft(arithmetic, model.draft, weights.parameters, cache.draft, rows)
+    confidences, drafted = draft(
+        arithmetic, model.draft, weights.parameters, cache.draft, rows, probe
+    )
     tokens = _emitted(waiting.tokens[batch.slots], accepted, following, rows.is_real)
     words = jax.lax.bitcast_convert_type(confidences, jnp.int32)
     results = jnp.concatenate([tokens, drafted.tokens[batch.slots], words], axis=1)
@@ -128,12 +147,18 @@ def _emitted(
     return jnp.where(is_real[:, None], tokens, -1)
 
 
-def compile_step(model: Model, shape: StepShape, weights: Any, cache: Any) -> CompiledStep:
-    """Compile one shape for arrays like `weights` and `cache` (arrays or shapes with shardings)."""
+def compile_step(
+    model: Model, shape: StepShape, weights: Any, cache: Any, image_features: Any = None
+) -> CompiledStep:
+    """Compile one shape for arrays like `weights` and `cache` (arrays or shapes with shardings).
+
+    A prefill step also takes features like `image_features`, unless that is None.
+    """
     buffer = jax.ShapeDtypeStruct((buffer_size(shape),), jnp.int32)
+    features = () if image_features is None or shape.samples_every_token else (image_features,)
     run = run_step if cache.draft is None else run_speculative_step
     step = jax.jit(functools.partial(run, model, shape), donate_argnums=2)
-    return step.lower(weights, buffer, cache).compile()
+    return step.lower(weights, buffer, cache, *features).compile()
 
 
 def compile_steps(
@@ -142,12 +167,15 @@ def compile_steps(
     weights: Any,
     cache: Any,
     report: Callable[[int, int], None] | None = None,
+    image_features: Any = None,
 ) -> dict[StepShape, CompiledStep]:
     """Compile all shapes, two at a time; `report(done, total)` is called as they finish."""
     wanted = list(dict.fromkeys(shapes))
     compiled: dict[StepShape, CompiledStep] = {}
     with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-        futures = {pool.submit(compile_step, model, s, weights, cache): s for s in wanted}
+        futures = {
+            pool.submit(compile_step, model, s, weights, cache, image_features): s for s in wanted
+        }
         for future in as_completed(futures):
             compiled[futures[future]] = future.result()
             if report is not None:

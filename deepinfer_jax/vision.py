@@ -38,7 +38,7 @@ QUERY_CHUNK = 512
 """Patches whose attention scores exist at one time. Scores over all pairs of the largest image
 would take gigabytes."""
 
-_NUM_BUCKETS_MAX = 4
+_NUM_BUCKETS_MAX = 3
 
 CompiledEncoder = Callable[[VisionParameters, jax.Array, jax.Array], jax.Array]
 CompiledInsert = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

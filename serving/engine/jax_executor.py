@@ -4,6 +4,10 @@ Loading, in order: read and check the checkpoint, place its parameters, allocate
 every bucket. Then each step is one packed host buffer down, one call, one array of tokens back;
 `submit` only dispatches and `collect` waits, so several steps may be in flight. The cache lives
 here and passes from step to step by donation.
+
+A model with an image encoder has one more array on the device: the features of the images in the
+prefill step at hand, each row standing for the token of the same index. Images are encoded into it
+by steps of their own, dispatched right before the prefill step that reads them.
 """
 
 from collections import deque
@@ -14,16 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import batch, checkpoint
+from deepinfer_jax import batch, checkpoint, vision
 from deepinfer_jax.batch import StepShape
 from deepinfer_jax.cache import CacheLayout, KVCache
 from deepinfer_jax.model import Model, Weights
-from deepinfer_jax.parameters import Parameters
+from deepinfer_jax.parameters import Parameters, VisionParameters
 from deepinfer_jax.precision import CacheFormat, Precision
 from deepinfer_jax.steps import CompiledStep, compile_steps
 from deepinfer_jax.topology import Topology
 from serving.core.buckets import Bucket, BucketTable, StepKind
-from serving.core.step_plan import StepPlan, StepResult
+from serving.core.step_plan import StepImage, StepPlan, StepResult
 from serving.engine import packing
 from sharding.mesh import DeviceMesh
 from sharding.plan import MeshPlan
@@ -61,6 +65,12 @@ class JaxExecutor:
         )
         self.cache = self._allocate(report)
         self._buffer_sharding = self.mesh.sharding((None,), (1,))
+        self._images = None
+        if self.weights.parameters.vision is not None:
+            num_features = buckets.largest(StepKind.PREFILL).num_tokens
+            self._images = _ImageEncoder(
+                self.model, self.weights.parameters.vision, self.mesh, num_features, report
+            )
         self._steps = self._compile(buckets, report)
         self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
 
@@ -69,10 +79,16 @@ class JaxExecutor:
 
         Raises:
             KeyError: the plan's bucket was not compiled.
+            ValueError: the plan has images, but the model has no image encoder.
         """
+        if plan.images and self._images is None:
+            raise ValueError(f"step {plan.step_index} has images; the model has no image encoder")
         step = self.compiled(plan.kind, plan.bucket)
+        features = ()
+        if self._images is not None and plan.kind is StepKind.PREFILL:
+            features = (self._images.features_of(plan.images),)
         buffer = jax.device_put(packing.pack(plan).buffer, self._buffer_sharding)
-        tokens, self.cache = step(self.weights, buffer, self.cache)
+        tokens, self.cache = step(self.weights, buffer, self.cache, *features)
         tokens.copy_to_host_async()
         self._in_flight.append((plan, tokens))
 
@@ -104,7 +120,10 @@ class JaxExecutor:
                 shown = quarter
                 report(f"loading {directory.name}: {25 * quarter}% of {total / 2**20:.1f} MiB")
 
-        return checkpoint.load(directory, self.model_config, place=self._place, report=progress)
+        parts = {"text"} if self.model_config.vision is None else {"text", "vision"}
+        return checkpoint.load(
+            directory, self.model_config, place=self._place, parts=parts, report=progress
+        )
 
     def _place(self, array: np.ndarray, names: tuple[str, ...]) -> jax.Array:
         # Copied, since a CPU device would go on using the mapped file itself.
@@ -130,8 +149,58 @@ class JaxExecutor:
         def progress(done: int, total: int) -> None:
             report(f"compiling steps: {done} of {total}")
 
-        compiled = compile_steps(self.model, shapes.values(), self.weights, self.cache, progress)
+        features = None if self._images is None else self._images.features
+        compiled = compile_steps(
+            self.model, shapes.values(), self.weights, self.cache, progress, features
+        )
         return {key: compiled[shape] for key, shape in shapes.items()}
+
+
+class _ImageEncoder:
+    """Encodes the images of prefill steps. `features` is [tokens of the largest step, hidden]."""
+
+    def __init__(
+        self,
+        model: Model,
+        parameters: VisionParameters,
+        mesh: DeviceMesh,
+        num_features: int,
+        report: Report,
+    ) -> None:
+        config, precision = model.config, model.precision
+        assert config.vision is not None
+        self._parameters = parameters
+        self._sharding = mesh.sharding((None,), (1,))
+        self._pixels_sharding = mesh.sharding((None, None), (1, 1))
+        zeros = np.zeros((num_features, config.hidden_size), precision.compute_dtype)
+        self.features = mesh.place(zeros, (None, None))
+        self._insert = vision.compile_insert(config, self.features)
+        self._encoders: dict[int, vision.CompiledEncoder] = {}
+        sizes = vision.patch_buckets(config.vision)
+        for done, size in enumerate(sizes):
+            report(f"compiling image steps: {done} of {len(sizes)}")
+            self._encoders[size] = vision.compile_encoder(config, precision, size, parameters)
+        report(f"compiling image steps: {len(sizes)} of {len(sizes)}")
+
+    def features_of(self, images: tuple[StepImage, ...]) -> jax.Array:
+        """The features for a step with these images; dispatches their computation."""
+        for place in images:
+            image = place.image
+            num_patches, width = image.pixels.shape
+            size = min(size for size in self._encoders if size >= num_patches)
+            pixels = np.zeros((size, width), np.uint8)
+            pixels[:num_patches] = image.pixels
+            rows = self._encoders[size](
+                self._parameters,
+                jax.device_put(pixels, self._pixels_sharding),
+                self._numbers(image.patch_rows, image.patch_cols),
+            )
+            where = self._numbers(place.token_index, image.num_tokens)
+            self.features = self._insert(self.features, rows, where)
+        return self.features
+
+    def _numbers(self, *values: int) -> jax.Array:
+        return jax.device_put(np.array(values, np.int32), self._sharding)
 
 
 def shape_of(kind: StepKind, bucket: Bucket) -> StepShape:
@@ -144,6 +213,7 @@ def check_layout(bucket: Bucket, shape: StepShape) -> None:
     packed = {name: (p.shape, p.dtype) for name, p in packing.layout(bucket).items()}
     expected = {name: (dims, np.dtype(t)) for name, (dims, t) in batch.fields(shape).items()}
     assert list(packed.items()) == list(expected.items()), (packed, expected)
+    assert packing.IMAGE_FEATURE == batch.IMAGE_FEATURE
 
 
 def _compute_dtype() -> type:
