@@ -61,7 +61,7 @@ class RecordingExecutor:
 
 
 def plan_of(step_index: int) -> StepPlan:
-    none = np.zeros(0, np.int32)
+    none: Any = np.zeros(0, np.int32)
     return StepPlan(step_index, StepKind.DECODE, Bucket(1, 1, 1), *([none] * 10))
 
 
