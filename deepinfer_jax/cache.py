@@ -79,6 +79,25 @@ class KVCache(NamedTuple):
     draft: DraftCache | None = None
 
 
+def copy_slots(cache: KVCache, sources: jax.Array, destinations: jax.Array) -> KVCache:
+    """The cache with the state of the slots `sources` [N] int32 in `destinations` [N] too.
+
+    No slot is both. Pairs of zeros are padding. Drafts that wait are not copied, because they
+    belong to the token sampled last and not to a prefix.
+    """
+
+    def copy(state: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.at[destinations].set(leaf[sources]), state)
+
+    draft = cache.draft
+    return cache._replace(
+        rings=copy(cache.rings),
+        sources=tuple(s._replace(partial=copy(s.partial)) for s in cache.sources),
+        classes=copy(cache.classes),
+        draft=None if draft is None else draft._replace(rings=copy(draft.rings)),
+    )
+
+
 @dataclass(frozen=True)
 class CacheLayout:
     """Bytes and shapes of a cache; `has_draft` makes room for the draft module.
@@ -187,23 +206,23 @@ class CacheLayout:
 
     def logical_axes(self) -> KVCache:
         """Logical names of each dimension, one tuple for an array and its scales."""
+        # Names stand where the arrays would.
+        ring: Any = ("slots", None, "kv")
+        group: Any = ("slots", None, None, "kv")
+        column: Any = ("slots", None)
+        draft_logits: Any = ("slots", None, "vocab")
+        c = self.config
         sources = tuple(
             SourceCache(
                 ("blocks", None, "kv"),
                 ("blocks", None, "index_dim"),
-                ("slots", None, None, "kv") if self.config.compress_ratios[layer] > 1 else None,
+                group if c.compress_ratios[layer] > 1 else None,
             )
-            for layer in self.config.kv_source_layer_ids
+            for layer in c.kv_source_layer_ids
         )
-        ring = ("slots", None, "kv")
-        draft = DraftCache(
-            rings=(ring,) * self.config.num_nextn_predict_layers,
-            tokens=("slots", None),
-            probability=("slots", None),
-            logits=("slots", None, "vocab"),
-        )
-        rings = (ring,) * self.config.num_hidden_layers
-        return KVCache(rings, sources, ("slots", None), draft if self.has_draft else None)
+        draft = DraftCache((ring,) * c.num_nextn_predict_layers, column, column, draft_logits)
+        rings = (ring,) * c.num_hidden_layers
+        return KVCache(rings, sources, column, draft if self.has_draft else None)
 
     def _store(self, shape: tuple[int, ...], form: Format | None) -> Any:
         if form is None:
