@@ -1,14 +1,15 @@
-"""`python -m serving [run | generate]`: the only place where flags and process settings enter.
+"""`python -m serving [run | generate | plan]`: the only door for flags and process settings.
 
 `run`, the default, serves HTTP until SIGINT or SIGTERM: then readiness goes off, running requests
-finish within a time limit, and the process exits 0; a second signal ends it at once. What is
-wrong with the input is one line on stderr and exit code 2.
+finish within a time limit, and the process exits 0; a second signal ends it at once. `plan` counts
+a model without loading it. What is wrong with the input is one line on stderr and exit code 2.
 """
 
 import argparse
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import random
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from serving.loading import LoadedModel
 
 EXIT_BAD_INPUT = 2
-COMMANDS = ("run", "generate")
+COMMANDS = ("run", "generate", "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.insert(0, "run")
     options = _parser().parse_args(given)
     try:
+        if options.command == "plan":
+            return _plan(options)
         config = _config_of(options)
         _set_process_up()
         if options.command == "generate":
@@ -55,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         prog="python -m serving [run]",
         description="Serves a DeepSeek-V4.1-Flash checkpoint over HTTP until stopped.",
-        epilog="Another command: python -m serving generate --help (offline generation).",
+        epilog="Other commands: generate (offline generation), plan (what a model takes); see "
+        "python -m serving generate --help.",
     )
     run.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     run.add_argument("--port", type=int, help="port to listen on (default 8000; 0: a free one)")
@@ -64,11 +68,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--prompts", type=Path, required=True, help="JSON Lines file to read")
     generate.add_argument("--out", type=Path, required=True, help="JSON Lines file to write")
-    for command in (run, generate):
-        command.add_argument("--model", metavar="DIR", help="checkpoint directory")
+    plan = commands.add_parser(
+        "plan", description="Counts weights, cache and work per token from a config.json alone."
+    )
+    plan.add_argument("--json", type=Path, metavar="FILE", help="also write every number here")
+    for command in (run, generate, plan):
+        command.add_argument(
+            "--model",
+            metavar="DIR",
+            help="checkpoint directory"
+            + (" (default: the released model)" if command is plan else ""),
+        )
         command.add_argument(
             "--cache-format", choices=("kvq", "noq"), help="KV cache quantised (default) or not"
         )
+    for command in (run, generate):
         command.add_argument("--config", metavar="FILE", help="TOML file with serving options")
         command.add_argument(
             "--set",
@@ -132,6 +146,22 @@ def _generate(config: ServingConfig, options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace) -> int:
+    # Arithmetic only: a device that another process serves from stays untouched.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from serving.planner import ModelPlan
+
+    directory = None if options.model is None else Path(options.model).expanduser()
+    plan = ModelPlan.of(directory, options.cache_format or "kvq")
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps(plan.figures(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{options.json}: cannot be written ({error.strerror})") from None
+    _say(plan.text())
+    return 0
+
+
 def _serve(config: ServingConfig) -> int:
     # The port is taken before the model is loaded, so that a port in use shows at once.
     listener = _bind(config.server.host, config.server.port)
@@ -162,6 +192,7 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
     from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
     from serving.frontend.app import make_app
     from serving.frontend.gateway import Gateway
+    from serving.frontend.images import ImageReader
     from serving.frontend.protocols import ServedModel
     from serving.observe import ServiceMetrics
     from serving.transport.driver import Driver, SystemClock
@@ -178,6 +209,7 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
         vocab_size=model.facts.vocab_size,
         context_max=config.engine.max_context,
         eos_token_id=model.facts.eos_token_id,
+        images=ImageReader(model.facts.images, config.images),
     )
     app = make_app(gateway, served, config.server, clock)
     async with Driver(cluster.nodes, cluster.executors) as driver:

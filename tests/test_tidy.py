@@ -89,6 +89,7 @@ KEEPING = {
     "settings in the program": ("serving/__main__.py", "import os\nE = os.environ\nprint(E)\n"),
     "the system clock": ("serving/transport/driver.py", "import time\nT = time.monotonic()\n"),
     "the executor's model": ("serving/engine/jax_executor.py", "import deepinfer_jax\n"),
+    "the planner's model": ("serving/planner.py", "import deepinfer_jax\n"),
     "a private function without docstring": ("serving/core/a.py", "def _f() -> None:\n    ...\n"),
 }
 

@@ -128,6 +128,25 @@ def test_generate_with_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "/no/where: no such directory" in line
 
 
+def test_plan_counts_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert command_line.main(["plan", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["total_bytes"] == 510_286_023_000
+    assert "510,286,023,000 bytes" in capsys.readouterr().out
+    arguments = ["plan", "--model", str(MODEL_DIR), "--cache-format", "noq"]
+    assert command_line.main([*arguments, "--json", str(out)]) == 0
+    figures = json.loads(out.read_text())
+    assert (figures["num_tensors"], figures["cache_format"]) == (1823, "noq")
+    assert str(MODEL_DIR) in capsys.readouterr().out
+
+
+def test_plan_with_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = run_main(["plan", "--model", str(tmp_path)], capsys)
+    assert f"{tmp_path / 'config.json'}: no such file" in line
+    line = run_main(["plan", "--json", "/no/where/plan.json"], capsys)
+    assert "/no/where/plan.json: cannot be written" in line
+
+
 def test_flags_win_over_the_file_and_set(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[server]\nport = 1\nhost = "127.0.0.2"\n[engine]\nwaiting_max = 7\n')
@@ -141,7 +160,7 @@ def test_flags_win_over_the_file_and_set(tmp_path: Path) -> None:
     assert (config.model.cache_format, config.model.path) == ("noq", "some/dir")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["plan", "--help"]])
 def test_help_is_quick_because_it_imports_little(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom serving.__main__ import main\n"
