@@ -12,6 +12,7 @@ from serving.clock import Clock, ns_of_s
 from serving.config import EngineOptions, ServingConfig
 from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.image_layout import ImageGeometry
 from serving.engine.engine import Engine, EngineLimits, Executor
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import Node, NodeId
@@ -23,11 +24,12 @@ FRONTEND = NodeId("frontend", "0")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The numbers of the model that serving depends on."""
+    """The numbers of the model that serving depends on. `images` is None if it takes none."""
 
     vocab_size: int
     max_position_embeddings: int
     eos_token_id: int | None
+    images: ImageGeometry | None = None
 
 
 @dataclass(frozen=True, slots=True)

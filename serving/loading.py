@@ -66,5 +66,8 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
         vocab_size=model_config.vocab_size,
         max_position_embeddings=model_config.max_position_embeddings,
         eos_token_id=model_config.eos_token_id,
+        images=executor.image_geometry,
     )
+    if facts.images is not None:
+        codec = codec.with_image_token(facts.images.token_id)
     return LoadedModel(executor, facts, codec)

@@ -28,6 +28,7 @@ from serving.core.request import FinishReason, Request, RequestError, SamplingPa
 from serving.engine.engine import run_step
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
+from serving.frontend.images import EncodedPrompt, ImageReader, check_image_parts
 from serving.loading import LoadedModel, load_model
 from sharding.config_file import override
 
@@ -104,6 +105,7 @@ class LLM:
     def _set_up(self, config: ServingConfig, model: LoadedModel) -> None:
         self._model = model
         self._context_max = config.engine.max_context
+        self._images = ImageReader(model.facts.images, config.images)
         options = replace(config.engine, waiting_max=_WAITING_MAX)
         self._engine = make_engine(options, model.facts, random.Random())
 
@@ -133,7 +135,7 @@ class LLM:
         requests = []
         for index, (prompt, sampling) in enumerate(zip(many, sampling_params, strict=True)):
             try:
-                requests.append(Request(str(index), self._encode(prompt), sampling))
+                requests.append(_request(str(index), self._encode(prompt), sampling))
             except ApiError as error:
                 raise RequestError(f"prompt {index}: {error}", error.param) from None
         return list(
@@ -169,34 +171,38 @@ class LLM:
             seed=fields.integer(values, "seed"),
         )
         if "prompt" in values:
-            prompt = self._encode_text(values["prompt"])
+            prompt = EncodedPrompt(self._encode_text(values["prompt"]))
         elif "messages" in values:
             chat = {key: values[key] for key in _CHAT_KEYS if key in values}
             prompt = self._encode_chat(values["messages"], chat)
         else:
-            prompt = self._checked_ids(values["prompt_token_ids"])
-        return Request(request_id, prompt, sampling)
+            prompt = EncodedPrompt(self._checked_ids(values["prompt_token_ids"]))
+        return _request(request_id, prompt, sampling)
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt of any form. Raises ApiError."""
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        """A prompt of any form. Raises ApiError."""
         if isinstance(prompt, str):
-            return self._encode_text(prompt)
+            return EncodedPrompt(self._encode_text(prompt))
         if len(prompt) and isinstance(prompt[0], Mapping):
             return self._encode_chat([dict(cast(Any, message)) for message in prompt], {})
-        return self._checked_ids(prompt)
+        return EncodedPrompt(self._checked_ids(prompt))
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         with recipe_errors({"model": "-", "messages": "-"}):
             return self._model.codec.encode_text(text)
 
-    def _encode_chat(self, chat: list[Any], options: dict[str, Any]) -> tuple[int, ...]:
+    def _encode_chat(self, chat: list[Any], options: dict[str, Any]) -> EncodedPrompt:
         body = {"model": "offline", "messages": chat, **options}
-        conversion = recipe.ConversionOptions().with_model_versions_by_name(
-            {"offline": recipe.ModelVersion.DeepseekV41Flash}
+        codec = self._model.codec
+        conversion = (
+            recipe.ConversionOptions()
+            .with_special_tokens(codec.special_tokens)
+            .with_model_versions_by_name({"offline": recipe.ModelVersion.DeepseekV41Flash})
         )
         with recipe_errors(body):
+            check_image_parts(body)
             converted = recipe.ChatCompletionRequest(body).convert(conversion)
-            return self._model.codec.encode_chat(converted.conversation)
+            return self._images.encode(converted.conversation, codec)
 
     def _checked_ids(self, token_ids: Iterable[Any]) -> tuple[int, ...]:
         vocab_size = self._model.facts.vocab_size
@@ -309,6 +315,10 @@ def _row(path: Path, line: int, text: bytes) -> Row:
     if not isinstance(values[given[0]], kind):
         raise RowError(f"{path}:{line}: {given[0]} is no {'text' if kind is str else 'list'}")
     return Row(line, values)
+
+
+def _request(request_id: str, prompt: EncodedPrompt, sampling: SamplingParams) -> Request:
+    return Request(request_id, prompt.token_ids, sampling, images=prompt.images)
 
 
 def _as_int(token: object) -> object:

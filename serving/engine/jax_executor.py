@@ -27,6 +27,7 @@ from deepinfer_jax.precision import CacheFormat, Precision
 from deepinfer_jax.steps import CompiledStep, compile_steps
 from deepinfer_jax.topology import Topology
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.image_layout import ImageGeometry
 from serving.core.step_plan import StepImage, StepPlan, StepResult
 from serving.engine import packing
 from sharding.mesh import DeviceMesh
@@ -91,6 +92,21 @@ class JaxExecutor:
         tokens, self.cache = step(self.weights, buffer, self.cache, *features)
         tokens.copy_to_host_async()
         self._in_flight.append((plan, tokens))
+
+    @property
+    def image_geometry(self) -> ImageGeometry | None:
+        """How images are to be cut into patches; None for a model without an image encoder."""
+        config = self.model_config.vision
+        if config is None:
+            return None
+        return ImageGeometry(
+            token_id=self.model_config.image_token_id,
+            patch_size=config.patch_size,
+            downsample_ratio=config.downsample_ratio,
+            max_image_tokens=config.max_image_tokens,
+            min_pixels=config.min_pixels,
+            max_wh_ratio=config.max_wh_ratio,
+        )
 
     def compiled(self, kind: StepKind, bucket: Bucket) -> CompiledStep:
         """The compiled step of a bucket.

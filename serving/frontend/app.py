@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 _LARGE_BODY_BYTES = 32 * 2**10
 """Bodies from here on are parsed on another thread, lest encoding them delay everyone's tokens."""
 
+_IMAGE_PART = b"image_url"
+"""So are bodies that may hold an image: a small file can be a large picture."""
+
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -112,7 +115,7 @@ class _Service:
 
     async def _generate(self, request: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
         raw = await _read_body(request, self._options.body_bytes_max)
-        if len(raw) < _LARGE_BODY_BYTES:
+        if len(raw) < _LARGE_BODY_BYTES and _IMAGE_PART not in raw:
             call = parse(raw)
         else:
             call = await asyncio.to_thread(parse, raw)

@@ -18,6 +18,7 @@ from serving.core.request import FinishReason, Request, SamplingParams
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
 from serving.frontend.gateway import Update
+from serving.frontend.images import EncodedPrompt, ImageReader, check_image_parts
 from serving.frontend.text import TextCodec
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -27,7 +28,8 @@ DONE_EVENT = b"data: [DONE]\n\n"
 class ServedModel:
     """What the dialects need to know of the model.
 
-    `context_max` is the most tokens a prompt and its answer may have together.
+    `context_max` is the most tokens a prompt and its answer may have together; `images` reads the
+    images of chats, or refuses them.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ServedModel:
     vocab_size: int
     context_max: int
     eos_token_id: int | None
+    images: ImageReader = ImageReader()
 
 
 class Call(Protocol):
@@ -133,12 +136,14 @@ class ChatCall:
         self._includes_usage = fields.include_usage(body, converted.stream)
         self._model = model
         call_id = make_call_id("chatcmpl")
-        self.requests = [Request(call_id, prompt, sampling, clock.now_ns())]
+        self.requests = [
+            Request(call_id, prompt.token_ids, sampling, clock.now_ns(), prompt.images)
+        ]
         self._num_generated = 0
         self._num_cached = 0
         self._usage: dict[str, Any] = {}
         self._response = recipe.ChatCompletionResponse(
-            call_id, model.name, clock.unix_s(), len(prompt), 0
+            call_id, model.name, clock.unix_s(), len(prompt.token_ids), 0
         )
         generator = recipe.ChatCompletionRequest.chunk_generator(converted, call_id, model.name)
         self._processor = recipe.StreamProcessor(
@@ -228,10 +233,12 @@ def _with_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
 
 def _convert(
     raw: bytes, body: dict[str, Any], renamed: dict[str, Any], model: ServedModel
-) -> tuple[recipe.ConversationRequest, tuple[int, ...], int]:
-    """The converted request, its prompt's token ids and its limit of generated tokens."""
+) -> tuple[recipe.ConversationRequest, EncodedPrompt, int]:
+    """The converted request, its prompt and its limit of generated tokens."""
+    check_image_parts(body)
     options = (
         recipe.ConversionOptions()
+        .with_special_tokens(model.codec.special_tokens)
         .with_model_versions_by_name({model.name: recipe.ModelVersion.DeepseekV41Flash})
         .with_thinking_max_tokens_upper_bound(model.context_max)
         .with_non_thinking_max_tokens_upper_bound(model.context_max)
@@ -248,14 +255,13 @@ def _convert(
         raise bad_request(
             "tool_choice cannot be enforced yet; expected auto or none", "tool_choice"
         )
-    if any(message.image_sources for message in conversation.messages):
-        raise bad_request("Images are not supported yet", "messages")
-    prompt = model.codec.encode_chat(conversation)
-    if len(prompt) >= model.context_max:
+    prompt = model.images.encode(conversation, model.codec)
+    num_tokens = len(prompt.token_ids)
+    if num_tokens >= model.context_max:
         raise bad_request(
-            f"The messages have {len(prompt)} tokens; the context of {model.context_max} needs "
+            f"The messages have {num_tokens} tokens; the context of {model.context_max} needs "
             "room for one more",
             "messages",
             "context_length_exceeded",
         )
-    return converted, prompt, converted.resolve_max_tokens(len(prompt), model.context_max)
+    return converted, prompt, converted.resolve_max_tokens(num_tokens, model.context_max)

@@ -12,8 +12,10 @@ import uvicorn
 
 from serving.cluster import FRONTEND, MESH_WORKER, Environment, ModelFacts, build
 from serving.config import ServingConfig
+from serving.core.image_layout import ImageGeometry
 from serving.frontend.app import make_app
 from serving.frontend.gateway import Gateway
+from serving.frontend.images import ImageReader
 from serving.frontend.protocols import ServedModel
 from serving.frontend.text import TextCodec
 from serving.observe import ServiceMetrics
@@ -22,7 +24,12 @@ from sharding.config_file import override
 from tests.serving.scripted import ScriptedExecutor
 
 MODEL_DIR = Path(__file__).parents[1] / "golden" / "tiny-v41"
-FACTS = ModelFacts(vocab_size=320, max_position_embeddings=2**20, eos_token_id=1)
+FACTS = ModelFacts(
+    vocab_size=320,
+    max_position_embeddings=2**20,
+    eos_token_id=1,
+    images=ImageGeometry(318, 14, 3, 64, 1764),
+)
 SMALL = {
     "engine.max_context": 512,
     "engine.num_blocks": 65,
@@ -42,7 +49,7 @@ class RunningService:
     ) -> None:
         self.executor = executor
         self.config = override(ServingConfig(), SMALL | dict(options or {}))
-        self.codec = TextCodec.load(MODEL_DIR)
+        self.codec = TextCodec.load(MODEL_DIR).with_image_token(318)
         self.url = ""
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -80,6 +87,7 @@ class RunningService:
             FACTS.vocab_size,
             self.config.engine.max_context,
             FACTS.eos_token_id,
+            ImageReader(FACTS.images, self.config.images),
         )
         app = make_app(self.gateway, model, self.config.server, clock)
         options = uvicorn.Config(

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deepseek_recipe import SpecialToken
 
 import serving.engine.jax_executor
 from serving.config import ServingConfig
 from serving.core.buckets import Bucket, StepKind
+from serving.core.image_layout import ImageGeometry
 from serving.loading import load_model
 from sharding.config_file import ConfigError, override
 from tests.serving.running_service import MODEL_DIR
@@ -31,6 +33,7 @@ def test_configuration_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> 
 
     class Recorder:
         model_config = SimpleNamespace(vocab_size=320, max_position_embeddings=99, eos_token_id=1)
+        image_geometry = ImageGeometry(318, 14, 3, 64, 1764)
 
         def __init__(self, *arguments: object, report: object) -> None:
             made.append((*arguments, report))
@@ -51,6 +54,8 @@ def test_configuration_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> 
     assert (StepKind.DECODE, Bucket(3, 3, 2)) in list(buckets)
     assert (num_blocks, num_slots) == (40, 4)
     assert mesh_plan.num_devices == 1
+    assert model.facts.images == Recorder.image_geometry
+    assert model.codec.special_tokens.token(SpecialToken.Image) == "<｜deepseek_image｜>"
     report("a line")
     assert lines == ["a line"]
     assert isinstance(model.executor, Recorder)
