@@ -1,0 +1,134 @@
+"""The golden checkpoint with its draft module: one prefill and one decode program per cache format,
+shared by several test files, and what a sequence leaves in the cache.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax import checkpoint
+from deepinfer_jax.batch import StepShape, pack
+from deepinfer_jax.cache import CacheLayout, KVCache
+from deepinfer_jax.model import Model, Weights
+from deepinfer_jax.steps import SpeculativeResult, run_speculative_step
+from tests.deepinfer_jax import golden_model
+
+PREFILL = StepShape(num_rows=3, num_tokens=80, num_blocks=1, samples_every_token=False)
+DECODE = StepShape(num_rows=3, num_tokens=14, num_blocks=1, samples_every_token=True)
+NUM_DRAFTS = 5
+
+PROBED = ("features", "main_x", "raw_hidden", "base_logits", "draft_logits", "scores", "logits")
+
+Row = tuple[np.ndarray, int, int, list[int]]
+"""Token ids, start, slot, blocks."""
+
+
+class Step(NamedTuple):
+    """What came of one step."""
+
+    result: SpeculativeResult
+    seen: dict[str, np.ndarray]
+    cache: KVCache
+
+
+@functools.cache
+def load(cache_format: str) -> tuple[Model, Weights]:
+    """Model and weights in float32, with the draft module."""
+    model, weights = golden_model.load(cache_format)
+    parameters = checkpoint.load(
+        golden_model.DIRECTORY, model.config, parts=frozenset({"text", "draft"})
+    )
+    return model, weights._replace(parameters=parameters)
+
+
+def layout(cache_format: str) -> CacheLayout:
+    """A small cache with room for drafts."""
+    model, _ = load(cache_format)
+    return CacheLayout(model.config, model.precision, num_blocks=5, num_slots=4, has_draft=True)
+
+
+@functools.cache
+def _program(cache_format: str, shape: StepShape) -> Any:
+    model, _ = load(cache_format)
+
+    @jax.jit
+    def run(weights: Weights, buffer: jax.Array, cache: KVCache) -> Any:
+        seen: dict[str, Any] = {}
+        words, cache = run_speculative_step(
+            model, shape, weights, buffer, cache, probe=seen.__setitem__
+        )
+        return words, {name: seen[name] for name in PROBED}, cache
+
+    return run
+
+
+def run(
+    cache_format: str,
+    shape: StepShape,
+    rows: list[Row],
+    cache: KVCache,
+    **columns: list[float],
+) -> Step:
+    """One step; `columns` are sampling settings of the rows, greedy by default."""
+    arrays = golden_model.batch_arrays(shape, rows)
+    for name, values in columns.items():
+        arrays[name][: len(values)] = values
+    _, weights = load(cache_format)
+    program = _program(cache_format, shape)
+    words, seen, cache = program(weights, jnp.asarray(pack(arrays, shape)), cache)
+    result = SpeculativeResult.unpack(np.asarray(words))
+    return Step(result, jax.tree.map(np.asarray, seen), cache)
+
+
+def emitted(result: SpeculativeResult, row: int) -> list[int]:
+    """The tokens that a row added to its text."""
+    tokens = result.tokens[row]
+    assert np.all(tokens[np.argmin(tokens) :] == -1) or tokens.min() >= 0
+    return [int(token) for token in tokens if token >= 0]
+
+
+def with_drafts(cache: KVCache, slot: int, tokens: list[int]) -> KVCache:
+    """The cache with other tokens waiting in a slot; only greedy rows may be verified then."""
+    assert cache.draft is not None
+    waiting = cache.draft.tokens.at[slot].set(jnp.asarray(tokens))
+    return cache._replace(draft=cache.draft._replace(tokens=waiting))
+
+
+def live(cache_format: str, cache: KVCache, slot: int, blocks: list[int], length: int) -> Any:
+    """Everything that a sequence of `length` processed tokens can still be asked for, as bytes."""
+    model, _ = load(cache_format)
+    c = model.config
+    window = np.arange(max(0, length - c.sliding_window), length)
+
+    def ring(leaf: jax.Array, positions: np.ndarray) -> np.ndarray:
+        return _bytes(leaf[slot, positions % leaf.shape[1]])
+
+    assert cache.draft is not None
+    windows = (cache.rings, cache.draft.rings)
+    found: dict[str, Any] = {
+        "windows": jax.tree.map(lambda leaf: ring(leaf, window), windows),
+        "classes": ring(cache.classes, window[-(c.engram_max_ngram_size - 1) :]),
+        "draft": [_bytes(a[slot]) for a in cache.draft[1:]],
+    }
+    for layer, source in zip(c.kv_source_layer_ids, cache.sources, strict=True):
+        ratio = c.compress_ratios[layer]
+
+        def entries(leaf: jax.Array, count: int = length // ratio) -> np.ndarray:
+            chosen = leaf[jnp.asarray(blocks)]
+            return _bytes(chosen.reshape(-1, *leaf.shape[2:])[:count])
+
+        found[f"entries_{layer}"] = jax.tree.map(entries, (source.entries, source.index_keys))
+        if source.partial is not None:
+            # Positions of the group that is still open.
+            found[f"partial_{layer}"] = ring(
+                source.partial, np.arange(length - length % ratio, length)
+            )
+    return found
+
+
+def _bytes(array: jax.Array) -> np.ndarray:
+    whole = np.asarray(array)
+    return np.frombuffer(whole.tobytes(), np.uint8)
