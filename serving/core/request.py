@@ -97,6 +97,36 @@ class SamplingParams:
             )
 
 
+class ConstraintKind(enum.Enum):
+    """What the text of an `OutputConstraint` is.
+
+    JSON: a JSON schema, itself JSON; empty for any JSON object. REGEX: a regular expression for
+    the whole answer. GRAMMAR: a Lark or GBNF grammar. TOOL_CALL: a JSON list of function tools
+    that the answer may call after free text; TOOL_CALL_REQUIRED: the same, but the prompt has
+    already opened the block of calls and the answer goes on in it.
+    """
+
+    JSON = "json"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    TOOL_CALL = "tool_call"
+    TOOL_CALL_REQUIRED = "tool_call_required"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConstraint:
+    """A form that the generated text must have.
+
+    `after_thinking` says that the answer begins with thinking, which is free; the constraint
+    holds from the end of it on. `param` is the request field that it came from.
+    """
+
+    kind: ConstraintKind
+    text: str
+    after_thinking: bool = False
+    param: str = "response_format"
+
+
 @dataclass(frozen=True, slots=True)
 class RequestImage:
     """An image of a prompt, scaled and cut into patches, and the tokens that stand for it.
@@ -128,7 +158,8 @@ class RequestImage:
 class Request:
     """One prompt, tokenised, with its sampling settings. `arrival_ns` is a clock reading.
 
-    `images` are in the order of their spans, which do not overlap.
+    `images` are in the order of their spans, which do not overlap. Computed prefixes are shared
+    only among requests of equal `cache_salt`.
     """
 
     request_id: str
@@ -136,6 +167,7 @@ class Request:
     sampling: SamplingParams
     arrival_ns: int = 0
     images: tuple[RequestImage, ...] = ()
+    cache_salt: str = ""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):

@@ -1,0 +1,292 @@
+"""Structured outputs: which tokens may come next, so that the whole text has a given form.
+
+`GrammarCompiler` knows the vocabulary and turns a request's constraint into a `Grammar`; that may
+take a while and depends on nothing else, so it is done away from the engine. `Grammar.start`
+gives the state of one sequence, which moves only by tokens that the sequence has really got:
+
+1. Before a step, `num_legal` says how many of the draft tokens the grammar allows, and
+   `fill_masks` writes one mask for each token that the step samples.
+2. After it, `advance` takes the accepted tokens.
+
+A sequence may begin with text that is free: its thinking, up to `</think>`, and where tools may be
+called, what it says before it calls one. While it is free, `is_free` is true and no masks are
+needed for the next token.
+
+The end-of-sequence token is legal exactly where the text may end, and nothing else is legal where
+it must. Special tokens are never legal inside the constrained text, however they are spelled.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from serving.core.request import ConstraintKind, OutputConstraint, RequestError
+from serving.core.tool_grammar import ToolGrammarError, tool_calls_grammar, with_bounded_whitespace
+
+THINK_END = "</think>"
+DSML = "｜DSML｜"
+
+GRAMMARS_KEPT = 64
+"""Compiled grammars kept for requests to come: their first tokens are the slow ones."""
+
+TEXT_MAX = 256 * 2**10
+"""Characters of a constraint, since the time to compile grows with them."""
+
+
+class GrammarError(RequestError):
+    """A constraint that cannot be enforced. `param` names the request field that it came from."""
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of one mask."""
+    return -(-vocab_size // 32)
+
+
+class GrammarCompiler:
+    """Compiles constraints for one vocabulary. Safe to use from several threads.
+
+    Building one takes seconds with a large vocabulary.
+
+    Args:
+        tokenizer_json: the text of a `tokenizer.json`.
+        vocab_size: number of logits of the model, at least that of the tokenizer.
+        eos_token_id: the token that ends a text.
+
+    Raises:
+        ValueError: the tokenizer cannot be used, or has more tokens than the model.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_id: int) -> None:
+        description = json.loads(tokenizer_json)
+        added = description.get("added_tokens", [])
+        self._added: dict[str, int] = {token["content"]: token["id"] for token in added}
+        for token in added:
+            # Otherwise the text of a JSON string could be written with the token of a marker.
+            token["special"] = True
+        try:
+            self._tokenizer = LLTokenizer(
+                json.dumps(description), n_vocab=vocab_size, eos_token=eos_token_id
+            )
+        except Exception as error:  # The library documents no narrower type.
+            raise ValueError(f"tokenizer.json cannot be used for grammars: {error}") from None
+        self._vocab_size = vocab_size
+        self._eos = eos_token_id
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._compiled = functools.lru_cache(GRAMMARS_KEPT)(self._compile)
+
+    def compile(self, constraint: OutputConstraint) -> "Grammar":
+        """The grammar of a constraint.
+
+        Raises:
+            GrammarError: it is not well formed, too large or complex, or not supported.
+        """
+        if len(constraint.text) > TEXT_MAX:
+            raise GrammarError(
+                f"{constraint.param} has {len(constraint.text)} characters; expected at most "
+                f"{TEXT_MAX}",
+                constraint.param,
+            )
+        return self._compiled(constraint)
+
+    def _compile(self, constraint: OutputConstraint) -> "Grammar":
+        triggers: list[int] = []
+        if constraint.after_thinking:
+            triggers.append(self._marker(THINK_END, constraint))
+        if constraint.kind is ConstraintKind.TOOL_CALL:
+            triggers.append(self._marker(DSML, constraint))
+        try:
+            text = self._lark(constraint)
+        except GrammarError:
+            raise
+        except (GbnfToLarkError, ToolGrammarError, json.JSONDecodeError) as error:
+            raise _error(constraint, str(error)) from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            # Definitions are checked only as far as they are used, so faults show as any type.
+            raise _error(constraint, f"{type(error).__name__}: {error}") from None
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _error(constraint, matcher.get_error())
+        # The first mask is the slow one, and shows a grammar that is too complex.
+        try:
+            _fill(matcher, np.zeros(mask_words(self._vocab_size), np.int32))
+        except GrammarError as error:
+            raise _error(constraint, str(error)) from None
+        return Grammar(matcher, tuple(triggers), self._vocab_size, self._eos)
+
+    def _marker(self, spelling: str, constraint: OutputConstraint) -> int:
+        if spelling not in self._added:
+            raise _error(constraint, f"this model's tokenizer has no {spelling} token")
+        return self._added[spelling]
+
+    def _lark(self, constraint: OutputConstraint) -> str:
+        """The constraint in a language of the library."""
+        match constraint.kind:
+            case ConstraintKind.JSON:
+                schema: Any = json.loads(constraint.text or '{"type": "object"}')
+                if not isinstance(schema, dict | bool):
+                    raise _error(constraint, "it is no JSON object")
+                bounded = with_bounded_whitespace(schema)
+                return LLMatcher.grammar_from_json_schema(json.dumps(bounded))
+            case ConstraintKind.REGEX:
+                return LLMatcher.grammar_from_regex(constraint.text)
+            case ConstraintKind.GRAMMAR:
+                return LLMatcher.grammar_from_lark(any_to_lark(constraint.text))
+            case ConstraintKind.TOOL_CALL | ConstraintKind.TOOL_CALL_REQUIRED:
+                is_opened = constraint.kind is ConstraintKind.TOOL_CALL_REQUIRED
+                dsml = self._marker(DSML, constraint)
+                return tool_calls_grammar(constraint.text, dsml, is_opened=is_opened)
+
+
+class Grammar:
+    """A compiled constraint; never changes. Made by `GrammarCompiler.compile`."""
+
+    def __init__(
+        self, matcher: LLMatcher, triggers: tuple[int, ...], vocab_size: int, eos_token_id: int
+    ) -> None:
+        self._matcher = matcher
+        self._triggers = triggers
+        self._vocab_size = vocab_size
+        self._eos = eos_token_id
+
+    def start(self) -> "GrammarState":
+        """The state before the first generated token."""
+        # A copy shares what the library has found out about the grammar so far.
+        return GrammarState(self._matcher.deep_copy(), self._triggers, self._vocab_size, self._eos)
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar. Made by `Grammar.start`.
+
+    The matcher never sees the end-of-sequence token: whether it records it, so that it can be
+    taken back, depends on where it stands.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, triggers: tuple[int, ...], vocab_size: int, eos_token_id: int
+    ) -> None:
+        self._matcher = matcher
+        self._triggers = triggers
+        self._num_words = mask_words(vocab_size)
+        self._eos = eos_token_id
+        self._has_ended = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may come next."""
+        return bool(self._triggers)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text so far satisfies the constraint (or is still free of it)."""
+        return self.is_free or self._has_ended or self._matcher.is_accepting()
+
+    def num_legal(self, drafts: Sequence[int]) -> int:
+        """How many of the tokens, from the first on, may follow one after another."""
+        num_free, body, ends = self._parts(drafts)
+        if self._has_ended:
+            return 0
+        num_legal = self._matcher.validate_tokens(body)
+        if num_legal == len(body) and ends:
+            self._matcher.try_consume_tokens(body)
+            num_legal += self._matcher.is_accepting()
+            self._matcher.rollback(len(body))
+        return num_free + num_legal
+
+    def fill_masks(self, drafts: Sequence[int], masks: np.ndarray) -> None:
+        """Write which tokens may come next, and next after each of the drafts.
+
+        Args:
+            drafts: N tokens, all of them legal.
+            masks: [N + 1, W] int32, W = `mask_words(vocab_size)`; bit b of word w is token
+                32 w + b. Positions where any token may come get all bits, those past the
+                vocabulary too. After the end-of-sequence token only that one may come.
+
+        Raises:
+            ValueError: `masks` has another shape or type, or a draft is not legal.
+            GrammarError: the grammar has become too complex; the state is of no use any more.
+        """
+        expected = (len(drafts) + 1, self._num_words)
+        if masks.shape != expected or masks.dtype != np.int32:
+            raise ValueError(f"masks are {masks.dtype} {masks.shape}; expected int32 {expected}")
+        if self.num_legal(drafts) != len(drafts):
+            raise ValueError(f"drafts {list(drafts)} are not all legal; cut them with num_legal")
+        num_free, body, _ = self._parts(drafts)
+        masks[:] = -1
+        if self._num_triggered(drafts) < len(self._triggers):
+            return
+        masks[num_free:] = 0
+        masks[num_free:, self._eos // 32] = np.int32(1 << self._eos % 32)
+        num_consumed = 0
+        try:
+            _fill(self._matcher, masks[num_free])
+            for token in body:
+                num_consumed += self._matcher.try_consume_tokens([token])
+                _fill(self._matcher, masks[num_free + num_consumed])
+        finally:
+            self._matcher.rollback(num_consumed)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take tokens that the sequence has got.
+
+        Raises:
+            GrammarError: one of them is not legal, or the grammar has become too complex; the
+                state is of no use any more.
+        """
+        _, body, ends = self._parts(tokens)
+        self._triggers = self._triggers[self._num_triggered(tokens) :]
+        is_legal = not self._has_ended and self._matcher.consume_tokens(body)
+        if not is_legal or (ends and not self._matcher.is_accepting()):
+            detail = self._matcher.get_error() or "a token is not legal"
+            raise GrammarError(f"the output left its grammar: {_first_line(detail)}")
+        self._has_ended = ends
+
+    def _parts(self, tokens: Sequence[int]) -> tuple[int, list[int], bool]:
+        """How many tokens are free, those after them, and whether an end follows these."""
+        num_triggered = num_free = 0
+        while num_triggered < len(self._triggers) and num_free < len(tokens):
+            num_triggered += tokens[num_free] == self._triggers[num_triggered]
+            num_free += 1
+        body = list(tokens[num_free:])
+        ends = self._eos in body
+        return num_free, body[: body.index(self._eos)] if ends else body, ends
+
+    def _num_triggered(self, tokens: Sequence[int]) -> int:
+        """How many triggers the tokens pull."""
+        num_triggered = 0
+        for token in tokens:
+            if num_triggered == len(self._triggers):
+                break
+            num_triggered += token == self._triggers[num_triggered]
+        return num_triggered
+
+
+def _fill(matcher: LLMatcher, mask: np.ndarray) -> None:
+    """Write the mask of the next token into contiguous memory.
+
+    Raises:
+        GrammarError: the grammar has become too complex; the matcher is of no use any more.
+    """
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    if matcher.is_error():
+        raise GrammarError(f"the grammar is too complex: {_first_line(matcher.get_error())}")
+
+
+def _error(constraint: OutputConstraint, detail: str) -> GrammarError:
+    what = {
+        ConstraintKind.JSON: "the JSON schema",
+        ConstraintKind.REGEX: "the regular expression",
+        ConstraintKind.GRAMMAR: "the grammar",
+    }.get(constraint.kind, "the tools")
+    message = f"{what} of {constraint.param} cannot be enforced: {_first_line(detail)}"
+    return GrammarError(message, constraint.param)
+
+
+def _first_line(detail: str) -> str:
+    """The first lines of a message, without the dump of the parser's state that may follow."""
+    lines = [line.strip() for line in detail.splitlines() if line.strip() and "<state>" not in line]
+    return " ".join(lines)[:300]
