@@ -159,7 +159,8 @@ class Request:
     """One prompt, tokenised, with its sampling settings. `arrival_ns` is a clock reading.
 
     `images` are in the order of their spans, which do not overlap. Computed prefixes are shared
-    only among requests of equal `cache_salt`.
+    only among requests of equal `cache_salt`. `constraint` is enforced by the grammar that
+    `core.grammar` compiles it to.
     """
 
     request_id: str
@@ -168,6 +169,7 @@ class Request:
     arrival_ns: int = 0
     images: tuple[RequestImage, ...] = ()
     cache_salt: str = ""
+    constraint: OutputConstraint | None = None
 
 
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):

@@ -170,7 +170,7 @@ def test_a_draft_may_end_the_text() -> None:
     masks = np.zeros((3, mask_words(SMALL_VOCAB)), np.int32)
     assert state.num_legal([a, EOS]) == 2
     state.fill_masks([a, EOS], masks)
-    assert [np.flatnonzero(row).tolist() for row in unpacked(masks)[:2]] == [[a], [EOS]]
+    assert [np.flatnonzero(row).tolist() for row in unpacked(masks)] == [[a], [EOS], [EOS]]
     assert np.flatnonzero(mask_of(state)).tolist() == [a]
     assert state.num_legal([EOS]) == 0 and state.num_legal([a, EOS, EOS]) == 2
     state.advance([a, EOS])
