@@ -22,17 +22,31 @@ IMAGE_FEATURE = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Replay:
+    """Bounded replay: a step whose sequences may lack parts of their recent past.
+
+    Attributes:
+        num_tail_tokens: 0 runs every token through every layer and only narrows what may be
+            seen. Otherwise the layers from the last KV source up run that many tokens, those at
+            or after `StepBatch.tail_starts`; the host sees to it that no more are there.
+    """
+
+    num_tail_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepShape:
     """Static shape of a step: `R` rows, `T` tokens over all rows, `B` columns of block tables.
 
     `samples_every_token` is true for decode (T results) and false for prefill (R results, one
-    after each row's last token).
+    after each row's last token). `replay` None is the exact model: all of a sequence's past exists.
     """
 
     num_rows: int
     num_tokens: int
     num_blocks: int
     samples_every_token: bool
+    replay: Replay | None = None
 
     @property
     def num_samples(self) -> int:
@@ -54,6 +68,11 @@ class StepBatch(NamedTuple):
         top_ks: [R] int32.
         top_ps: [R] float32.
         seed_low, seed_high: [R] uint32, the halves of the seed.
+        visible_starts: [R] int32, only with `StepShape.replay`: window entries and compressed
+            entries of earlier positions are neither made nor, for windows, seen. A row begins up
+            to three tokens before it, so that the n-grams of its first tokens are whole.
+        tail_starts: [R] int32, only with `StepShape.replay`: the first position that the layers
+            from the last KV source up compute; 0 for all.
     """
 
     token_ids: jax.Array
@@ -67,6 +86,8 @@ class StepBatch(NamedTuple):
     top_ps: jax.Array
     seed_low: jax.Array
     seed_high: jax.Array
+    visible_starts: jax.Array | None = None
+    tail_starts: jax.Array | None = None
 
     @property
     def seeds(self) -> jax.Array:
@@ -110,6 +131,7 @@ def pack(arrays: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
 def fields(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
     """Shape and 4-byte type of each field of a `StepBatch`, in the order they lie in a buffer."""
     rows, tokens = (shape.num_rows,), (shape.num_tokens,)
+    replay = {"visible_starts": (rows, np.int32), "tail_starts": (rows, np.int32)}
     return {
         "token_ids": (tokens, np.int32),
         "row_index": (tokens, np.int32),
@@ -121,6 +143,7 @@ def fields(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
         "top_ps": (rows, np.float32),
         "seed_low": (rows, np.uint32),
         "seed_high": (rows, np.uint32),
+        **(replay if shape.replay is not None else {}),
         "block_tables": ((shape.num_rows, shape.num_blocks), np.int32),
     }
 
@@ -154,8 +177,44 @@ class TokenView(NamedTuple):
             position=position,
             row_start=jnp.where(is_real, start, 0),
             slot=jnp.where(is_real, batch.slots[row], 0),
+            first_visible=_row_value(batch.visible_starts, row),
         )
         return cls(row, is_real, history, jnp.where(is_real, start + batch.num_tokens[row], 0))
+
+
+def tail_view(batch: StepBatch) -> TokenView:
+    """The view of layers that know no position before `tail_starts`.
+
+    Tokens before it are still there and see nothing of their window, nor does anyone see them.
+    """
+    view = TokenView.of(batch)
+    tail = _row_value(batch.tail_starts, view.row)
+    history = view.history._replace(first_visible=jnp.maximum(view.history.first_visible, tail))
+    return view._replace(history=history, is_real=view.is_real & (view.history.position >= tail))
+
+
+def tail_tokens(batch: StepBatch, num_tokens: int) -> tuple[jax.Array, StepBatch]:
+    """Index [`num_tokens`] int32 of the tokens at or after `tail_starts`, and their batch.
+
+    The index is ascending and then T, past the end; a row may have no token left.
+    """
+    tail = tail_view(batch)
+    total = batch.token_ids.shape[0]
+    (index,) = jnp.nonzero(tail.is_real, size=num_tokens, fill_value=total)
+    ends = batch.starts + batch.num_tokens
+    assert batch.tail_starts is not None
+    starts = jnp.clip(batch.tail_starts, batch.starts, ends)
+    num_rows = batch.starts.shape[0]
+    return index, batch._replace(
+        token_ids=batch.token_ids.at[index].get(mode="fill", fill_value=0),
+        row_index=batch.row_index.at[index].get(mode="fill", fill_value=num_rows),
+        starts=starts,
+        num_tokens=ends - starts,
+    )
+
+
+def _row_value(values: jax.Array | None, row: jax.Array) -> jax.Array:
+    return jnp.zeros_like(row) if values is None else values[row]
 
 
 def last_tokens(batch: StepBatch) -> jax.Array:

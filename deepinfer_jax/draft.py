@@ -214,7 +214,12 @@ def _block_step(arithmetic: Arithmetic, rows: DraftRows, probe: Probe) -> StepCo
     tokens = TokenView(
         row=row,
         is_real=rows.is_real[row],
-        history=TokenHistory(start + offset, start, jnp.where(rows.is_real, rows.slots, 0)[row]),
+        history=TokenHistory(
+            position=start + offset,
+            row_start=start,
+            slot=jnp.where(rows.is_real, rows.slots, 0)[row],
+            first_visible=jnp.zeros_like(start),
+        ),
         row_end=start + length,
     )
     return StepContext(

@@ -5,18 +5,27 @@ sequences of a step are handled alike, whether they bring a chunk of a prompt or
 of a decode step: what a token may see follows from its position.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.batch import IMAGE_FEATURE, StepBatch, TokenView
+from deepinfer_jax.batch import (
+    IMAGE_FEATURE,
+    Replay,
+    StepBatch,
+    TokenView,
+    tail_tokens,
+    tail_view,
+)
 from deepinfer_jax.cache import KVCache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.draft import DraftSettings, append_context, draft_module
 from deepinfer_jax.engram_tables import EngramTables
 from deepinfer_jax.layers.attention import attention
-from deepinfer_jax.layers.engram import engram, ngram_classes, table_rows
+from deepinfer_jax.layers.compressor import compress
+from deepinfer_jax.layers.engram import engram, ngram_classes, table_rows, unpack_rows
 from deepinfer_jax.layers.hyper_connections import Residual, begin
 from deepinfer_jax.layers.indexer import Selection
 from deepinfer_jax.layers.moe import feed_forward
@@ -50,6 +59,8 @@ def forward(
     batch: StepBatch,
     probe: Probe = no_probe,
     image_features: jax.Array | None = None,
+    engram_rows: jax.Array | None = None,
+    replay: Replay | None = None,
 ) -> tuple[Residual, KVCache]:
     """Run all layers over the tokens of a step.
 
@@ -57,10 +68,15 @@ def forward(
         image_features: [F, hidden] with F at least T. A token whose id is `IMAGE_FEATURE` is an
             image token and enters with the row of its own index instead of an embedding. None
             for steps that have no such tokens.
+        engram_rows: [T, L, K, bytes] uint8 from `HostEngram.fetch`, for weights whose Engram
+            tables stay in host memory.
+        replay: what the step's shape says. The layers below the last KV source run every token;
+            those from there up may run only the tail of a prompt, since nothing of their past is
+            read but their windows.
 
     Returns:
-        the residual streams after the last layer, for `logits`, and the cache with this step's
-        entries written.
+        the residual streams after the last layer of the tokens of `upper_batch`, for `logits`,
+        and the cache with this step's entries written.
     """
     config, parameters = model.config, weights.parameters
     is_feature = batch.token_ids == IMAGE_FEATURE
@@ -85,32 +101,70 @@ def forward(
     features: list[jax.Array] = []
     rings = list(cache.rings)
     sources = dict(zip(config.kv_source_layer_ids, cache.sources, strict=True))
+    first_upper = model.topology.num_encoder_layers
     for layer, layer_parameters in zip(model.topology.layers, parameters.layers, strict=True):
         here = step.of_layer(layer.layer_index)
-        residual = _with_engram(residual, layer_parameters, layer, classes, model.engram, here)
+        residual = _with_engram(
+            residual, layer_parameters, layer, classes, model.engram, engram_rows, here
+        )
         x, residual = begin(residual, layer_parameters.hc_attn, here)
         here.probe("hc_attn", residual.mix)
         if layer.layer_index in config.dspark_target_layer_ids:
             features.append(jnp.mean(residual.streams, axis=1))
-        source = None if layer.kv_source is None else sources[layer.kv_source]
-        out, rings[layer.layer_index], source, selection = attention(
-            here.norm(x, layer_parameters.attn_norm),
+        x = here.norm(x, layer_parameters.attn_norm)
+        compressor, indexer = layer_parameters.attn.compressor, layer_parameters.attn.indexer
+        if compressor is not None and indexer is not None:
+            own = sources[layer.layer_index]
+            own = compress(x, compressor, indexer, layer.ratio, own, here)
+            sources[layer.layer_index] = own
+        if replay is not None and layer.layer_index == first_upper:
+            step, x, residual, features = _upper_step(step, batch, replay, x, residual, features)
+            here = step.of_layer(layer.layer_index)
+        out, rings[layer.layer_index], selection = attention(
+            x,
             layer_parameters.attn,
             layer,
             rings[layer.layer_index],
-            source,
+            None if layer.kv_source is None else sources[layer.kv_source],
             selection,
             here,
         )
         here.probe("attn_out", out)
-        if layer.kv_source is not None and source is not None:
-            sources[layer.kv_source] = source
         residual = residual._replace(output=out)
         residual = feed_forward(residual, layer_parameters, config.num_experts_per_tok, here)
     draft = cache.draft
     if draft is not None:
         draft = append_context(features, draft_module(parameters), draft, step)
     return residual, KVCache(tuple(rings), tuple(sources.values()), class_ring, draft)
+
+
+def upper_batch(batch: StepBatch, replay: Replay | None) -> StepBatch:
+    """The tokens that are left after the last layer: all, or the tail that `replay` keeps."""
+    if replay is None or not replay.num_tail_tokens:
+        return batch
+    return tail_tokens(batch, replay.num_tail_tokens)[1]
+
+
+def _upper_step(
+    step: StepContext,
+    batch: StepBatch,
+    replay: Replay,
+    x: jax.Array,
+    residual: Residual,
+    features: list[jax.Array],
+) -> tuple[StepContext, jax.Array, Residual, list[jax.Array]]:
+    """The step, the layer input and the residual of the layers from the last KV source up."""
+    if not replay.num_tail_tokens:
+        return dataclasses.replace(step, tokens=tail_view(batch)), x, residual, features
+    index, tail = tail_tokens(batch, replay.num_tail_tokens)
+    upper = dataclasses.replace(
+        step, tokens=tail_view(tail), is_image=step.is_image.at[index].get(mode="fill")
+    )
+
+    def pick(a: jax.Array) -> jax.Array:
+        return a.at[index].get(mode="fill", fill_value=0)
+
+    return upper, *jax.tree.map(pick, (x, residual, features))
 
 
 def logits(model: Model, weights: Weights, residual: Residual, token_index: jax.Array) -> jax.Array:
@@ -129,13 +183,20 @@ def _with_engram(
     layer: LayerTopology,
     classes: jax.Array,
     constants: EngramTables,
+    fetched: jax.Array | None,
     step: StepContext,
 ) -> Residual:
     """The residual after the layer's memory was added, if it has one."""
     if parameters.engram is None or layer.engram_index is None:
         return residual
-    rows = table_rows(classes, constants, layer.engram_index)
-    step.probe("engram_hashes", rows)
-    streams = engram(residual.settled(), rows, parameters.engram, step)
+    table = parameters.engram.embed
+    if table is not None:
+        rows = table_rows(classes, constants, layer.engram_index)
+        step.probe("engram_hashes", rows)
+        memory = table[rows]
+    else:
+        assert fetched is not None, "the tables are in host memory and no rows came with the step"
+        memory = unpack_rows(fetched[:, layer.engram_index], step.config.engram_head_dim)
+    streams = engram(residual.settled(), memory, parameters.engram, step)
     step.probe("engram_out", streams)
     return Residual(streams, residual.pre)

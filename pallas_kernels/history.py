@@ -21,11 +21,14 @@ class TokenHistory(NamedTuple):
         position: absolute position of the token in its sequence.
         row_start: position of the first token that its sequence has in this step.
         slot: state slot of its sequence; 0 for padding tokens, which belong to nobody.
+        first_visible: position before which nothing exists; 0 unless part of a sequence's
+            recent past was left out on purpose.
     """
 
     position: jax.Array
     row_start: jax.Array
     slot: jax.Array
+    first_visible: jax.Array
 
     def gather(
         self, ring: Any, recent: Any, distances: jax.Array | np.ndarray
@@ -53,4 +56,4 @@ class TokenHistory(NamedTuple):
             shape = in_step.shape + (1,) * (new.ndim - 2)
             return jnp.where(in_step.reshape(shape), new, old)
 
-        return jax.tree.map(pick, ring, recent), at >= 0
+        return jax.tree.map(pick, ring, recent), at >= self.first_visible[:, None]

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from deepinfer_jax.cache import SourceCache
-from deepinfer_jax.layers.compressor import compress
 from deepinfer_jax.layers.indexer import Selection, select
 from deepinfer_jax.layers.primitives import StepContext, rope, rope_frequencies, store
 from deepinfer_jax.parameters import AttentionParameters
@@ -29,21 +28,17 @@ def attention(
     source: SourceCache | None,
     selection: Selection,
     step: StepContext,
-) -> tuple[jax.Array, Any, SourceCache | None, Selection]:
-    """Output [T, hidden] for the normalised input `x`, and the ring, source and selection after.
+) -> tuple[jax.Array, Any, Selection]:
+    """Output [T, hidden] for the normalised input `x`, and the ring and selection after.
 
-    `ring` is the layer's own window; `source` the cache of its KV source (None for a window layer).
+    `ring` is the layer's own window; `source` the cache of its KV source (None for a window layer),
+    with the entries of this step already in it.
     """
     c = step.config
     frequencies = rope_frequencies(c, is_scaled=layer.ratio > 0)
     latent_query = query_latent(x, parameters, step)
-    if source is not None:
-        if parameters.compressor is not None and parameters.indexer is not None:
-            source = compress(
-                x, parameters.compressor, parameters.indexer, layer.ratio, source, step
-            )
-        if parameters.indexer is not None:
-            selection = select(x, latent_query, parameters.indexer, layer, source, selection, step)
+    if source is not None and parameters.indexer is not None:
+        selection = select(x, latent_query, parameters.indexer, layer, source, selection, step)
     with jax.named_scope("attention"):
         latent = window_latent(x, parameters, frequencies, step)
         out = ops.sparse_attention(
@@ -58,7 +53,7 @@ def attention(
             scale=c.head_dim**-0.5,
         )
         ring = step.append_to_ring(ring, latent)
-        return output(out, parameters, frequencies, step), ring, source, selection
+        return output(out, parameters, frequencies, step), ring, selection
 
 
 def query_latent(x: jax.Array, parameters: AttentionParameters, step: StepContext) -> jax.Array:

@@ -67,5 +67,6 @@ def _places(ratio: int, entries_per_block: int, step: StepContext) -> tuple[jax.
     """Block and offset of the entry that each token completes; block -1 where it completes none."""
     entry = step.position // ratio
     completes = step.tokens.is_real & (jnp.mod(step.position + 1, ratio) == 0)
+    completes &= step.position >= step.tokens.history.first_visible
     block = step.block_tables[step.tokens.row, entry // entries_per_block]
     return jnp.where(completes, block, -1), jnp.mod(entry, entries_per_block)

@@ -22,7 +22,8 @@ def history_of(rows: tuple[tuple[int, int, int], ...], num_padding: int) -> Toke
     position = [start + i for start, count, _ in rows for i in range(count)] + [0] * num_padding
     starts = [start for start, count, _ in rows for _ in range(count)] + [0] * num_padding
     slots = [slot for _, count, slot in rows for _ in range(count)] + [0] * num_padding
-    return TokenHistory(*(jnp.asarray(column, jnp.int32) for column in (position, starts, slots)))
+    columns = (position, starts, slots, [0] * len(position))
+    return TokenHistory(*(jnp.asarray(column, jnp.int32) for column in columns))
 
 
 def value_at(slot: int, position: int) -> float:

@@ -35,7 +35,7 @@ def mxfp4(*shape: int) -> Any:
     return jax.eval_shape(lambda: encode(jnp.zeros(shape), MXFP4_32))
 
 
-HISTORY = TokenHistory(i32(T), i32(T), i32(T))
+HISTORY = TokenHistory(i32(T), i32(T), i32(T), i32(T))
 MIX = Mix(f32(T, 4), f32(T, 4), f32(T, 4, 4))
 GOOD: dict[str, dict[str, Any]] = {
     "scaled_matmul": {"x": f32(T, D), "weight": f32(5, D)},

@@ -49,7 +49,8 @@ class Sequences:
         self.index = np.stack([rng.permutation(good)[:5] for _ in self.tokens]).astype(np.int32)
         self.index[0] = -1
         self.history = TokenHistory(
-            *(jnp.asarray([t[i] for t in self.tokens], jnp.int32) for i in (2, 1, 0))
+            *(jnp.asarray([t[i] for t in self.tokens], jnp.int32) for i in (2, 1, 0)),
+            jnp.zeros(len(self.tokens), jnp.int32),
         )
 
     def run(self, ring: Any, recent: Any, entries: Any, **changes: Any) -> np.ndarray:

@@ -71,7 +71,10 @@ def step_of(
         config=CONFIG,
         precision=precision,
         tokens=TokenView(
-            index, jnp.asarray(is_real), TokenHistory(position, row_start, slot), row_end
+            index,
+            jnp.asarray(is_real),
+            TokenHistory(position, row_start, slot, jnp.zeros_like(position)),
+            row_end,
         ),
         is_image=jnp.asarray(np.isin(np.arange(num_tokens), images)),
         block_tables=jnp.asarray(tables),
@@ -79,9 +82,9 @@ def step_of(
 
 
 def run(function: Callable[..., Any], step: StepContext, *args: Any) -> Any:
-    """`function(step, *args)`, compiled once per function and shapes."""
+    """`function(step, *args)` as numpy arrays, compiled once per function and shapes."""
     arrays = step.tokens, step.is_image, step.block_tables
-    return _run(function, step.config, step.precision, arrays, *args)
+    return jax.device_get(_run(function, step.config, step.precision, arrays, *args))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -13,6 +13,7 @@ import pytest
 
 from deepinfer_jax.cache import ROLLBACK_MAX, SourceCache
 from deepinfer_jax.layers.attention import attention
+from deepinfer_jax.layers.compressor import compress
 from deepinfer_jax.layers.indexer import Selection
 from deepinfer_jax.layers.primitives import StepContext
 from deepinfer_jax.parameters import (
@@ -63,10 +64,7 @@ def random_parameters(rng: np.random.Generator) -> AttentionParameters:
 
 
 def window(step: StepContext, x: jax.Array, parameters: Any, ring: Any) -> Any:
-    out, ring, source, selection = attention(
-        x, parameters, WINDOW_LAYER, ring, None, Selection(), step
-    )
-    assert source is None
+    out, ring, selection = attention(x, parameters, WINDOW_LAYER, ring, None, Selection(), step)
     assert selection == Selection()
     return out, ring
 
@@ -74,11 +72,15 @@ def window(step: StepContext, x: jax.Array, parameters: Any, ring: Any) -> Any:
 def reuse(
     step: StepContext, x: jax.Array, parameters: Any, ring: Any, source: Any, selection: Any
 ) -> Any:
-    return attention(x, parameters, REUSE_LAYER, ring, source, selection, step)
+    out, ring, selection = attention(x, parameters, REUSE_LAYER, ring, source, selection, step)
+    return out, ring, source, selection
 
 
 def full(step: StepContext, x: jax.Array, parameters: Any, ring: Any, source: Any) -> Any:
-    return attention(x, parameters, FULL_LAYER, ring, source, Selection(), step)
+    """A full layer: entries are made first, then attended to."""
+    source = compress(x, parameters.compressor, parameters.indexer, FULL_LAYER.ratio, source, step)
+    out, ring, selection = attention(x, parameters, FULL_LAYER, ring, source, Selection(), step)
+    return out, ring, source, selection
 
 
 def oracle(
@@ -159,7 +161,7 @@ def test_a_window_layer_in_steps(cuts: list[dict[int, int]], rng: np.random.Gene
 def test_a_quantised_window_is_the_same_from_step_and_ring(rng: np.random.Generator) -> None:
     """Tokens of the running step are rounded as they will be in the ring."""
     parameters, x = random_parameters(rng), inputs(rng)
-    ring = encode(jnp.zeros_like(empty_ring()), FP8_32)
+    ring = encode(jnp.asarray(np.zeros(empty_ring().shape, np.float32)), FP8_32)
     whole, ring_after = in_steps(CUTS["whole"], x, parameters, ring, QUANTISED_CACHE)
     single, _ = in_steps(CUTS["one by one"], x, parameters, ring, QUANTISED_CACHE)
     exact, plain_ring = in_steps(CUTS["whole"], x, parameters, empty_ring())
@@ -167,7 +169,7 @@ def test_a_quantised_window_is_the_same_from_step_and_ring(rng: np.random.Genera
         np.testing.assert_allclose(single[slot], whole[slot], rtol=0, atol=1e-5)
         assert np.abs(exact[slot] - whole[slot]).max() > 1e-3
     assert isinstance(ring_after, ScaledArray)
-    rounded = quantise_dequantise(jnp.nan_to_num(plain_ring), FP8_32)
+    rounded = quantise_dequantise(jnp.asarray(np.nan_to_num(plain_ring)), FP8_32)
     np.testing.assert_array_equal(decode(ring_after), rounded)
 
 

@@ -172,5 +172,5 @@ def test_quantised_pools_hold_rounded_entries(rng: np.random.Generator) -> None:
         (got.entries, plain.entries, NVFP4_16),
         (got.index_keys, plain.index_keys, MXFP4_32),
     ):
-        rounded = np.asarray(quantise_dequantise(jnp.nan_to_num(exact), form))
+        rounded = np.asarray(quantise_dequantise(jnp.asarray(np.nan_to_num(exact)), form))
         np.testing.assert_array_equal(decode(array), np.where(written[..., None], rounded, 0))
