@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.batch import StepBatch, StepShape, buffer_size, last_tokens
-from deepinfer_jax.cache import KVCache
+from deepinfer_jax.cache import KVCache, copy_slots
 from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, no_probe
 from deepinfer_jax.model import Model, Weights, forward, logits
@@ -159,6 +159,14 @@ def compile_step(
     run = run_step if cache.draft is None else run_speculative_step
     step = jax.jit(functools.partial(run, model, shape), donate_argnums=2)
     return step.lower(weights, buffer, cache, *features).compile()
+
+
+def compile_slot_copies(
+    cache: KVCache, num_copies: int
+) -> Callable[[KVCache, np.ndarray, np.ndarray], KVCache]:
+    """Compile `cache.copy_slots` for `num_copies` pairs of slots; the cache is donated."""
+    slots = jax.ShapeDtypeStruct((num_copies,), jnp.int32)
+    return jax.jit(copy_slots, donate_argnums=0).lower(cache, slots, slots).compile()
 
 
 def compile_steps(

@@ -56,6 +56,7 @@ class Capacity:
     buckets: BucketTable
     num_blocks: int
     num_slots: int
+    num_snapshots: int
 
 
 def plan_capacity(options: EngineOptions) -> Capacity:
@@ -84,6 +85,7 @@ def plan_capacity(options: EngineOptions) -> Capacity:
         BucketTable({StepKind.PREFILL: prefill, StepKind.DECODE: decode}),
         options.num_blocks,
         options.decode_rows[-1] + 1,
+        options.prefix_snapshots,
     )
 
 
@@ -102,6 +104,7 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
     limits = EngineLimits(
         num_blocks=capacity.num_blocks,
         num_slots=capacity.num_slots,
+        num_snapshots=capacity.num_snapshots,
         context_max=options.max_context,
         vocab_size=facts.vocab_size,
         eos_token_id=facts.eos_token_id,

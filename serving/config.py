@@ -73,6 +73,8 @@ class EngineOptions:
     `prefill_tokens`: prompt tokens in one prefill step, ascending.
     `prefill_rows`: prompts that may share one prefill step.
     `decode_rows`: sequences in one decode step, ascending; the last is how many run at once.
+    `prefix_snapshots`: places in computed prompts from which other requests can go on; 0 turns the
+    reuse of prefixes off.
     `waiting_max`: requests that may wait for room; more are refused.
     `step_timeout_s`: a step that takes longer means that the device is lost.
     """
@@ -82,6 +84,7 @@ class EngineOptions:
     prefill_tokens: tuple[int, ...] = (64, 512)
     prefill_rows: int = 8
     decode_rows: tuple[int, ...] = (1, 8, 32)
+    prefix_snapshots: int = 64
     waiting_max: int = 512
     step_timeout_s: float = 120.0
 
@@ -96,6 +99,7 @@ class EngineOptions:
             )
         for name in ("max_context", "prefill_rows", "waiting_max"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _check(self.prefix_snapshots >= 0, "prefix_snapshots", self.prefix_snapshots, "0 or more")
         _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "more than 0")
 
 

@@ -51,7 +51,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
             config.model.cache_format,
             capacity.buckets,
             capacity.num_blocks,
-            capacity.num_slots,
+            capacity.num_slots + capacity.num_snapshots,
             mesh_plan,
             report=report,
         )

@@ -4,8 +4,8 @@ A pool hands out numbers, never memory: the arrays they point into live on the d
 either kind is never handed out, because padding rows of a step write there.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -16,22 +16,32 @@ BLOCK_SIZE = 128
 class BlockPool:
     """Blocks 1 to `num_blocks - 1`, each with the number of its holders.
 
-    Free blocks are reused in the order in which they became free, so what was used last stays
-    intact longest. Holders are counts in one array rather than an object per block: a pool has
-    tens of thousands of them and a step touches hundreds.
+    A block without a holder is free. If it is *named*, because its content can serve others, it
+    keeps the content until it is allocated anew, which happens only when there is no nameless
+    free block, and to the least recently used first. Nameless ones are reused in the order in
+    which they became free.
+
+    Holders are counts in one array rather than an object per block: a pool has tens of thousands
+    of them and a step touches hundreds.
+
+    Args:
+        forget: called with a named block that is about to be reused.
 
     Raises:
         ValueError: fewer than two blocks, so that none is left beside the padding block.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, forget: Callable[[int], None] | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks is {num_blocks}; expected at least 2 (block 0 is padding)"
             )
         self.num_blocks = num_blocks
+        self._forget = forget
         self._num_holders = np.zeros(num_blocks, np.int32)
+        self._is_named = np.zeros(num_blocks, bool)
         self._free: deque[int] = deque(range(1, num_blocks))
+        self._free_named: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_usable(self) -> int:
@@ -40,32 +50,69 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without a holder."""
-        return len(self._free)
+        """Blocks without a holder, named ones included."""
+        return len(self._free) + len(self._free_named)
+
+    @property
+    def num_free_named(self) -> int:
+        """Blocks without a holder whose content can still serve others."""
+        return len(self._free_named)
 
     @property
     def num_holders(self) -> np.ndarray:
         """[num_blocks] int32 copy: holders of each block."""
         return self._num_holders.copy()
 
+    def num_held(self, blocks: list[int]) -> int:
+        """How many of these blocks have a holder."""
+        return int(np.count_nonzero(self._num_holders[blocks]))
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one holder. The caller has checked `num_free`."""
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
-        taken = [self._free.popleft() for _ in range(count)]
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        taken = [self._free.popleft() for _ in range(min(count, len(self._free)))]
+        while len(taken) < count:
+            block, _ = self._free_named.popitem(last=False)
+            self._is_named[block] = False
+            assert self._forget is not None, f"block {block} is named, but nobody remembers it"
+            self._forget(block)
+            taken.append(block)
         self._num_holders[taken] = 1
         return taken
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add a holder to each block; those that are free must be named."""
+        for block in blocks:
+            if self._num_holders[block] == 0:
+                del self._free_named[block]
+            self._num_holders[block] += 1
+
+    def name(self, block: int) -> None:
+        """Keep the content of a held block after its last holder let it go."""
+        assert self._num_holders[block] > 0, f"block {block} is named but has no holder"
+        self._is_named[block] = True
+
+    def forget_names(self) -> None:
+        """No content is worth keeping any more."""
+        self._is_named[:] = False
+        self._free.extend(self._free_named)
+        self._free_named.clear()
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one hold on each block; those without a holder left become free.
 
         The last block becomes free first and is therefore reused first: the beginning of a
-        context is worth more than its end, because more other contexts may begin with it.
+        context is worth more than its end, because more other contexts may begin with it. Who
+        holds a named block holds those before it, so what is reused is always the end of a prefix.
         """
         for block in reversed(list(blocks)):
             assert self._num_holders[block] > 0, f"block {block} is released but has no holder"
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
-                self._free.append(block)
+                if self._is_named[block]:
+                    self._free_named[block] = None
+                else:
+                    self._free.append(block)
 
 
 class StateSlotPool:

@@ -8,6 +8,8 @@ Chunks: several prompts share the tokens of one step. One half goes to the promp
 admission, the rest to those with the fewest tokens left. So a short prompt does not wait for a
 long one, and a stream of short ones does not stop a long one.
 
+A chunk also ends where the state of the sequence is to be kept for others (`core/prefix.py`).
+
 An image is computed whole: no chunk ends inside one. So that it cannot wait for ever, the oldest
 prompt may exceed its half by the image it has come to.
 """
@@ -73,9 +75,12 @@ def start_waiting(waiting: WaitingQueue, table: RunningTable) -> None:
             num_free_blocks = table.blocks.num_free - _num_promised_blocks(table)
         num_stored = min(sequence.num_tokens + 1, sequence.length_limit - 1)
         num_needed = -(-num_stored // table.block_size)
+        num_usable = table.num_usable_blocks(sequence)
+        if num_usable:
+            num_needed -= table.num_held_blocks(sequence, num_usable)
         if num_needed <= num_free_blocks:
             num_free_blocks -= num_needed
-            table.enter(sequence)
+            table.enter(sequence, num_usable)
             started.append(sequence)
             for earlier in overtaken:
                 earlier.num_overtakes += 1
@@ -102,13 +107,15 @@ def _num_promised_blocks(table: RunningTable) -> int:
 class _Chunk:
     """Tokens `start` to `start + num_tokens - 1` of the sequence at `row`.
 
-    `num_least` are the fewest tokens that cut no image.
+    `num_least` are the fewest tokens that cut no image, `num_most` those up to where the chunk
+    must end.
     """
 
     row: int
     start: int
     num_remaining: int
     num_least: int
+    num_most: int
     images: tuple[RequestImage, ...]
     num_tokens: int = 0
 
@@ -134,7 +141,7 @@ class _ChunkBatch:
         """
         num_rows = self._num_rows + (chunk.num_tokens == 0)
         stop = chunk.start + chunk.num_tokens
-        num_wanted = min(num_tokens_max, chunk.num_remaining - chunk.num_tokens)
+        num_wanted = min(num_tokens_max, chunk.num_most - chunk.num_tokens)
         num_added = 0
         for bucket in self._buckets:
             if bucket.num_rows >= num_rows and bucket.num_blocks >= self._num_blocks:
@@ -202,8 +209,9 @@ def _backed_chunks(table: RunningTable) -> list[_Chunk]:
         images = sequence.request.images
         stop = next_stop(images, start)
         if table.claim(row, stop):
-            num_remaining = int(table.num_tokens[row]) - start
-            backed.append(_Chunk(row, start, num_remaining, stop - start, images))
+            num_tokens = int(table.num_tokens[row])
+            end = min((cut for cut in table.cuts[row].tolist() if cut > start), default=num_tokens)
+            backed.append(_Chunk(row, start, num_tokens - start, stop - start, end - start, images))
     return backed
 
 

@@ -15,11 +15,18 @@ each depends only on the tokens before it, the seed and its position.
 
 A sequence that leaves while a step that uses its memory is still in flight keeps the memory until
 that step is settled; `is_retiring` says so.
+
+Full blocks are shared. Once computed, a block is named by the prefix it ends; a sequence that
+starts with a usable prefix holds the blocks of it instead of computing them. Of two sequences that
+compute the same prefix at the same time the second one to finish a block changes over to the
+block of the first and gives its own back.
 """
 
 import numpy as np
 
 from serving.core.blocks import BlockPool, StateSlotPool
+from serving.core.image_layout import whole_images_end
+from serving.core.prefix import PrefixIndex, block_boundary
 from serving.core.sequence import Sequence, SequenceStatus
 
 _NO_SEQUENCE = -1
@@ -36,6 +43,9 @@ class RunningTable:
         sequence_ids: [S] int64, -1 where no sequence runs.
         num_tokens: [S] int32, tokens known, prompt and output.
         num_scheduled: [S] int32, tokens whose KV is written, or will be by a step in flight.
+        num_computed: [S] int32, tokens whose KV is written, and that stay.
+        num_named: [S] int32, blocks from the first on that others may share.
+        cuts: [S, 2] int32, positions at which a chunk of the prompt ends, ascending from 1 on.
         length_limits: [S] int32, number of tokens at which the sequence ends.
         last_tokens: [S] int32, the newest known token, of decoding rows.
         last_steps: [S] int64, newest step that contains the row; -1 before the first.
@@ -46,18 +56,28 @@ class RunningTable:
         seeds: [S] int64.
         sequences: the sequence of each row, None where there is none.
         blocks, slots: the pools.
+        prefixes: what may be shared. Slots `num_slots` and up are for its snapshots.
     """
 
     def __init__(
-        self, num_slots: int, num_blocks: int, block_size: int, context_blocks_max: int
+        self,
+        num_slots: int,
+        num_blocks: int,
+        block_size: int,
+        context_blocks_max: int,
+        num_snapshots: int = 0,
     ) -> None:
         self.slots = StateSlotPool(num_slots)
-        self.blocks = BlockPool(num_blocks)
+        self.prefixes = PrefixIndex(range(num_slots, num_slots + num_snapshots))
+        self.blocks = BlockPool(num_blocks, self.prefixes.forget)
         self.block_size = block_size
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.sequence_ids = np.full(num_slots, _NO_SEQUENCE, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_scheduled = np.zeros(num_slots, np.int32)
+        self.num_computed = np.zeros(num_slots, np.int32)
+        self.num_named = np.zeros(num_slots, np.int32)
+        self.cuts = np.zeros((num_slots, 2), np.int32)
         self.length_limits = np.zeros(num_slots, np.int32)
         self.last_tokens = np.zeros(num_slots, np.int32)
         self.last_steps = np.full(num_slots, -1, np.int64)
@@ -70,6 +90,9 @@ class RunningTable:
         self.seeds = np.zeros(num_slots, np.int64)
         self._phases = np.zeros(num_slots, np.int8)
         self._retiring: list[int] = []
+        # Blocks that were replaced by equal ones, with the newest step that uses them.
+        self._replaced: list[tuple[int, int]] = []
+        self._restores: dict[int, int] = {}
         self._preempted: list[Sequence] = []
         self._settled_step = -1
 
@@ -86,14 +109,32 @@ class RunningTable:
     @property
     def is_retiring(self) -> bool:
         """Whether memory will come back when a step in flight is settled."""
-        return bool(self._retiring)
+        return bool(self._retiring or self._replaced)
 
     def blocks_for(self, num_tokens: np.ndarray) -> np.ndarray:
         """Blocks that so many tokens fill, the last perhaps in part."""
         return -(-num_tokens // self.block_size)
 
-    def enter(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a row, with no blocks yet. The caller has checked the slots."""
+    def whole_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the prefixes that leave a token to compute; none if nothing is shared."""
+        if not self.prefixes.num_snapshots:
+            return []
+        return sequence.keys((sequence.num_tokens - 1) // self.block_size, self.block_size)
+
+    def num_usable_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a waiting sequence need not compute; its last token it always must."""
+        return self.prefixes.num_usable(self.whole_keys(sequence))
+
+    def num_held_blocks(self, sequence: Sequence, num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks of a usable prefix are held by others."""
+        keys = sequence.keys(num_blocks, self.block_size)
+        return self.blocks.num_held([self._present_block(key) for key in keys])
+
+    def enter(self, sequence: Sequence, num_usable_blocks: int = 0) -> None:
+        """Give a waiting sequence a row, with the blocks of its usable prefix and no others yet.
+
+        The caller has checked the slots, and `num_usable_blocks` just before.
+        """
         row = self.slots.allocate()
         sequence.move_to(SequenceStatus.PREFILLING)
         sequence.row = row
@@ -101,7 +142,12 @@ class RunningTable:
         self.sequences[row] = sequence
         self.sequence_ids[row] = sequence.sequence_id
         self.num_tokens[row] = sequence.num_tokens
-        self.num_scheduled[row] = 0
+        num_reused = num_usable_blocks * self.block_size
+        self.num_scheduled[row] = self.num_computed[row] = num_reused
+        self.num_named[row] = self.num_blocks[row] = num_usable_blocks
+        self._share_prefix(row, sequence, num_usable_blocks)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_reused
         self.length_limits[row] = sequence.length_limit
         self.last_steps[row] = -1
         self.temperatures[row] = sampling.temperature
@@ -124,6 +170,8 @@ class RunningTable:
         assert sequence is not None, f"row {row} is empty"
         sequence.move_to(status)
         sequence.row = 0
+        sequence.tail_key = None
+        self._restores.pop(row, None)
         self.sequences[row] = None
         self.sequence_ids[row] = _NO_SEQUENCE
         self._phases[row] = _EMPTY
@@ -154,6 +202,19 @@ class RunningTable:
         self.num_blocks[row] = num_held + num_wanted
         return True
 
+    def add_computed(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """A step is over: `num_tokens` [N] tokens of the rows [N] are computed and stay."""
+        self.num_computed[rows] = num_tokens
+        if self.prefixes.num_snapshots:
+            for row in rows[num_tokens // self.block_size > self.num_named[rows]].tolist():
+                self._name_blocks(row)
+
+    def take_restores(self) -> np.ndarray:
+        """[N, 2] int32, (snapshot slot, row) of the rows that started since the last call."""
+        restores = [(snapshot, row) for row, snapshot in self._restores.items()]
+        self._restores.clear()
+        return np.array(restores, np.int32).reshape(-1, 2)
+
     def take_preempted(self) -> list[Sequence]:
         """The sequences preempted since the last call, youngest first."""
         preempted, self._preempted = self._preempted, []
@@ -168,6 +229,53 @@ class RunningTable:
                 if self.last_steps[row] <= step_index:
                     self._free(row)
             self._retiring = still_used
+        while self._replaced and self._replaced[0][0] <= step_index:
+            self.blocks.release([self._replaced.pop(0)[1]])
+
+    def forget_prefixes(self) -> None:
+        """The device is lost and no sequence is left."""
+        self.blocks.forget_names()
+        self.prefixes.clear()
+
+    def _present_block(self, key: bytes) -> int:
+        block = self.prefixes.block(key)
+        assert block is not None, "a prefix that was usable is not present"
+        return block
+
+    def _share_prefix(self, row: int, sequence: Sequence, num_blocks: int) -> None:
+        """Hold the blocks of the usable prefix, and choose where the rest is to be cut."""
+        keys = self.whole_keys(sequence)
+        if num_blocks:
+            shared = [self._present_block(key) for key in keys[:num_blocks]]
+            self.blocks.hold(shared)
+            self.block_tables[row, :num_blocks] = shared
+            self._restores[row] = self.prefixes.use_snapshot(keys[num_blocks - 1])
+
+        def cut(position: int) -> int:
+            return whole_images_end(sequence.request.images, position)
+
+        num_present = self.prefixes.num_present(keys) * self.block_size
+        parting = block_boundary(num_present, self.block_size, cut)
+        last = block_boundary(len(keys) * self.block_size, self.block_size, cut)
+        self.cuts[row] = parting, last
+
+    def _name_blocks(self, row: int) -> None:
+        """Let others share the blocks that are full."""
+        sequence = self.sequences[row]
+        assert sequence is not None, f"row {row} is empty"
+        num_full = int(self.num_computed[row]) // self.block_size
+        keys = sequence.keys(num_full, self.block_size)
+        for index in range(int(self.num_named[row]), num_full):
+            block = int(self.block_tables[row, index])
+            present = self.prefixes.block(keys[index])
+            if present is None:
+                self.prefixes.name(keys[index], block)
+                self.blocks.name(block)
+            else:
+                self.blocks.hold([present])
+                self.block_tables[row, index] = present
+                self._replaced.append((int(self.last_steps[row]), block))
+        self.num_named[row] = num_full
 
     def _preempt(self, row: int) -> None:
         sequence = self.sequences[row]

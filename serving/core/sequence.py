@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from serving.core.prefix import PrefixKey, next_key
 from serving.core.request import FinishReason, Request, TokenDelta
 
 
@@ -47,6 +48,10 @@ class Sequence:
         row: its row of the running table, which is its state slot; 0 while it has none.
         num_overtakes: how many younger sequences started while this one waited for room.
         num_preemptions: how often it lost its blocks and began anew.
+        root_key: the key before its first block.
+        prefix_keys: keys of its first blocks, as far as they were asked for.
+        num_cached_tokens: prompt tokens it did not compute when it started; None before that.
+        tail_key: the prefix that ends in the newest snapshot of what it generated, if it has one.
     """
 
     sequence_id: int
@@ -60,6 +65,10 @@ class Sequence:
     row: int = 0
     num_overtakes: int = 0
     num_preemptions: int = 0
+    root_key: PrefixKey = b""
+    prefix_keys: list[PrefixKey] = field(default_factory=list[PrefixKey])
+    num_cached_tokens: int | None = None
+    tail_key: PrefixKey | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +84,15 @@ class Sequence:
         output = self.output_token_ids[max(start - prompt_length, 0) : stop - prompt_length]
         return np.concatenate([self.prompt[start:], np.array(output, np.int32)])
 
+    def keys(self, num_blocks: int, block_size: int) -> list[PrefixKey]:
+        """Keys of the first `num_blocks` blocks, whose tokens must all be known."""
+        for index in range(len(self.prefix_keys), num_blocks):
+            start = index * block_size
+            before = self.prefix_keys[-1] if self.prefix_keys else self.root_key
+            token_ids = self.tokens(start, start + block_size)
+            self.prefix_keys.append(next_key(before, token_ids, start, self.request.images))
+        return self.prefix_keys[:num_blocks]
+
     def move_to(self, status: SequenceStatus) -> None:
         """Change the status; an illegal change is a defect of the engine."""
         assert status in _NEXT_STATUSES[self.status], (
@@ -84,4 +102,5 @@ class Sequence:
 
     def delta(self, token_ids: tuple[int, ...], reason: FinishReason | None = None) -> TokenDelta:
         """What the client is told after `token_ids` were added."""
-        return TokenDelta(self.request.request_id, token_ids, reason, len(self.prompt))
+        num_cached = self.num_cached_tokens or 0
+        return TokenDelta(self.request.request_id, token_ids, reason, len(self.prompt), num_cached)

@@ -8,7 +8,7 @@ that nobody writes to after construction.
 cost less than a millisecond of host time; walking that many Python objects does not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +22,11 @@ class StepImage:
 
     token_index: int
     image: RequestImage
+
+
+def no_copies() -> np.ndarray:
+    """[0, 2] int32, the state slots that a step without copies copies."""
+    return np.zeros((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +47,9 @@ class StepPlan:
         temperatures: [R] float32.   top_ks: [R] int32.   top_ps: [R] float32.
         seeds: [R] int64.
         images: those whose tokens are among `token_ids`, in that order; none in a decode step.
+        restores: [N, 2] int32, (snapshot slot, state slot) pairs that are copied, the first onto
+            the second, before the step.
+        snapshots: [M, 2] int32, (state slot, snapshot slot) pairs that are copied after the step.
     """
 
     step_index: int
@@ -58,6 +66,8 @@ class StepPlan:
     top_ps: np.ndarray
     seeds: np.ndarray
     images: tuple[StepImage, ...] = ()
+    restores: np.ndarray = field(default_factory=no_copies)
+    snapshots: np.ndarray = field(default_factory=no_copies)
 
     @property
     def num_rows(self) -> int:

@@ -24,9 +24,10 @@ from typing import Protocol
 import numpy as np
 
 from serving.core import decode_scheduler, prefill_scheduler
-from serving.core.blocks import BLOCK_SIZE
+from serving.core.admission import EngineLimits, check_limits, check_request, length_max
 from serving.core.buckets import BucketTable, StepKind
 from serving.core.prefill_scheduler import WaitingQueue
+from serving.core.prefix import root_key
 from serving.core.request import (
     FinishReason,
     QueueFullError,
@@ -36,32 +37,8 @@ from serving.core.request import (
 )
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence, SequenceStatus
+from serving.core.snapshots import SnapshotCopies
 from serving.core.step_plan import StepImage, StepPlan, StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """What an engine may use and accept.
-
-    Attributes:
-        num_blocks: KV blocks on the device, the padding block 0 included.
-        num_slots: state slots on the device, the padding slot 0 included; one less run at a time.
-        context_max: tokens of a sequence, prompt and output, at which it ends.
-        vocab_size: token ids lie below it.
-        eos_token_id: the token that ends a sequence by itself; None if there is none.
-        waiting_max: requests that may wait beyond those that free slots can take at once.
-        block_size: tokens of a block.
-        in_flight_max: steps planned but not committed at one time.
-    """
-
-    num_blocks: int
-    num_slots: int
-    context_max: int
-    vocab_size: int
-    eos_token_id: int | None
-    waiting_max: int = 1024
-    block_size: int = BLOCK_SIZE
-    in_flight_max: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +46,8 @@ class EngineStatus:
     """A snapshot of what the engine holds; padding blocks and slots are not counted.
 
     Blocks that a step in flight still uses are not free, even if their sequence is over.
-    `num_steps` and `num_preemptions` count since the start.
+    `num_cached_blocks` are the free ones that hold a prefix, `num_snapshots` the prefixes that
+    can be gone on from. `num_steps` and `num_preemptions` count since the start.
     """
 
     num_waiting: int
@@ -82,6 +60,8 @@ class EngineStatus:
     num_free_slots: int
     num_steps: int
     num_preemptions: int
+    num_cached_blocks: int = 0
+    num_snapshots: int = 0
 
     @property
     def num_running(self) -> int:
@@ -113,19 +93,20 @@ class Engine:
     def __init__(
         self, limits: EngineLimits, buckets: BucketTable, random_source: random.Random
     ) -> None:
-        _check_limits(limits, buckets)
+        check_limits(limits, buckets)
         self.limits = limits
         self.buckets = buckets
         self._random = random_source
-        pool_tokens = (limits.num_blocks - 1) * limits.block_size
-        self._length_max = min(limits.context_max, pool_tokens)
+        self._length_max = length_max(limits)
         self._table = RunningTable(
             limits.num_slots,
             limits.num_blocks,
             limits.block_size,
             # As wide as the widest bucket, so that a plan's block tables are one slice.
             max(buckets.largest(kind).num_blocks for kind in StepKind),
+            limits.num_snapshots,
         )
+        self._snapshots = SnapshotCopies(self._table)
         self._waiting = WaitingQueue()
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()
@@ -147,7 +128,13 @@ class Engine:
             RequestError: it can never be served; `param` names the field at fault.
             QueueFullError: it could be served later.
         """
-        prompt = self._check_request(request)
+        if request.request_id in self._sequences:
+            raise RequestError(
+                f"request_id {request.request_id!r} is already running; expected a new one",
+                "request_id",
+            )
+        check_request(request, self.limits, self.buckets)
+        prompt = np.array(request.prompt_token_ids, np.int32)
         num_waiting_max = self.limits.waiting_max + self._table.slots.num_free
         if len(self._waiting) >= num_waiting_max:
             raise QueueFullError(len(self._waiting), self.limits.waiting_max)
@@ -163,7 +150,10 @@ class Engine:
             seed=seed,
             stop_token_ids=tuple(sorted(stops)),
             length_limit=min(len(prompt) + sampling.max_tokens, self._length_max),
+            root_key=root_key(self.limits.fingerprint, request.cache_salt),
         )
+        # Hashed now, so that planning only looks up.
+        self._table.whole_keys(sequence)
         self._num_admitted += 1
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -187,9 +177,13 @@ class Engine:
 
     def fail(self) -> list[TokenDelta]:
         """The executor is lost: end every request with `ERROR` and forget the steps in flight."""
+        if not self.has_work:
+            return []
         deltas = [self.abort(name, FinishReason.ERROR) for name in list(self._sequences)]
         self._in_flight.clear()
+        self._snapshots.settle(self._num_steps - 1)
         self._table.settle(self._num_steps - 1)
+        self._table.forget_prefixes()
         return [delta for delta in deltas if delta is not None]
 
     def plan(self) -> StepPlan | None:
@@ -226,10 +220,11 @@ class Engine:
         self._in_flight.popleft()
         table = self._table
         ends = plan.starts + plan.num_tokens
+        is_running = table.sequence_ids[plan.slots] == plan.sequence_ids
+        table.add_computed(plan.slots[is_running], ends[is_running])
+        self._snapshots.settle(plan.step_index)
         # A chunk that is not a prompt's last one samples too, but its token means nothing.
-        is_sampled = (table.sequence_ids[plan.slots] == plan.sequence_ids) & (
-            table.num_tokens[plan.slots] == ends
-        )
+        is_sampled = is_running & (table.num_tokens[plan.slots] == ends)
         deltas = self._add_tokens(plan.kind, plan.slots[is_sampled], result.token_ids[is_sampled])
         table.settle(plan.step_index)
         return deltas
@@ -248,6 +243,8 @@ class Engine:
             num_free_slots=table.slots.num_free,
             num_steps=self._num_steps,
             num_preemptions=self._num_preemptions,
+            num_cached_blocks=table.blocks.num_free_named,
+            num_snapshots=table.prefixes.num_used_snapshots,
         )
 
     def _plan_prefill(self) -> StepPlan | None:
@@ -321,6 +318,8 @@ class Engine:
             top_ps=table.top_ps[rows],
             seeds=table.seeds[rows],
             images=images,
+            restores=table.take_restores(),
+            snapshots=self._snapshots.plan(step_index, rows, ends, kind is StepKind.PREFILL),
         )
 
     def _add_tokens(self, kind: StepKind, rows: np.ndarray, tokens: np.ndarray) -> list[TokenDelta]:
@@ -353,68 +352,6 @@ class Engine:
             self._waiting.put_back(sequence)
             self._num_preemptions += 1
 
-    def _check_request(self, request: Request) -> np.ndarray:
-        """Raise `RequestError` if it can never be served; else its prompt, [L] int32."""
-        if request.request_id in self._sequences:
-            raise RequestError(
-                f"request_id {request.request_id!r} is already running; expected a new one",
-                "request_id",
-            )
-        num_tokens = len(request.prompt_token_ids)
-        if num_tokens == 0:
-            raise RequestError("the prompt has no tokens; expected at least one", "prompt")
-        if num_tokens >= self.limits.context_max:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens; expected at most "
-                f"{self.limits.context_max - 1}, to leave room for one more in a context of "
-                f"{self.limits.context_max}",
-                "prompt",
-            )
-        if num_tokens >= self._length_max:
-            num_blocks = self._table.blocks.num_usable
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens; expected at most {self._length_max - 1}, "
-                f"because the pool has {num_blocks} blocks of {self.limits.block_size} tokens; "
-                "enlarge the pool or shorten the prompt",
-                "prompt",
-            )
-        self._check_ids(request.prompt_token_ids, "prompt")
-        self._check_ids(request.sampling.stop_token_ids, "stop_token_ids")
-        self._check_images(request)
-        return np.array(request.prompt_token_ids, np.int32)
-
-    def _check_images(self, request: Request) -> None:
-        """An image must lie in the prompt, and in a single prefill step of some bucket."""
-        stop_before = 0
-        for index, image in enumerate(request.images):
-            if not stop_before <= image.start < image.stop <= len(request.prompt_token_ids):
-                raise RequestError(
-                    f"image {index + 1} covers tokens {image.start} to {image.stop - 1}; expected "
-                    f"tokens from {stop_before} to {len(request.prompt_token_ids) - 1}",
-                    "images",
-                )
-            stop_before = image.stop
-            fits = self.buckets.smallest(
-                StepKind.PREFILL, 1, image.num_tokens, -(-image.stop // self.limits.block_size)
-            )
-            if fits is None:
-                num_tokens = self.buckets.largest(StepKind.PREFILL).num_tokens
-                raise RequestError(
-                    f"image {index + 1} has {image.num_tokens} tokens; expected at most "
-                    f"{num_tokens}, because an image is computed in one prefill step; send a "
-                    "smaller image or add a larger prefill size",
-                    "images",
-                )
-
-    def _check_ids(self, token_ids: tuple[int, ...], param: str) -> None:
-        vocab_size = self.limits.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-            index = next(i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size)
-            raise RequestError(
-                f"token {index} of {param} is {token_ids[index]}; expected 0 to {vocab_size - 1}",
-                param,
-            )
-
     def _check_result(self, result: StepResult) -> StepPlan:
         if not self._in_flight:
             raise ValueError(f"result of step {result.step_index}, but no step is in flight")
@@ -440,21 +377,3 @@ def run_step(engine: Engine, executor: Executor) -> list[TokenDelta]:
     if not engine.status().num_steps_in_flight:
         return []
     return engine.commit(executor.collect())
-
-
-def _check_limits(limits: EngineLimits, buckets: BucketTable) -> None:
-    for name in ("context_max", "vocab_size", "block_size", "in_flight_max"):
-        if getattr(limits, name) < 1:
-            raise ValueError(f"{name} is {getattr(limits, name)}; expected at least 1")
-    if limits.waiting_max < 0:
-        raise ValueError(f"waiting_max is {limits.waiting_max}; expected 0 or more")
-    if limits.context_max < 2:
-        raise ValueError("context_max is 1; expected at least 2, a prompt token and one more")
-    for kind in StepKind:
-        num_tokens = buckets.largest(kind).num_blocks * limits.block_size
-        if num_tokens < limits.context_max:
-            raise ValueError(
-                f"context_max is {limits.context_max}, but the widest {kind.value} bucket holds "
-                f"{num_tokens} tokens; expected a bucket with at least "
-                f"{-(-limits.context_max // limits.block_size)} blocks, or a smaller context_max"
-            )

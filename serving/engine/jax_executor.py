@@ -24,7 +24,7 @@ from deepinfer_jax.cache import CacheLayout, KVCache
 from deepinfer_jax.model import Model, Weights
 from deepinfer_jax.parameters import Parameters, VisionParameters
 from deepinfer_jax.precision import CacheFormat, Precision
-from deepinfer_jax.steps import CompiledStep, compile_steps
+from deepinfer_jax.steps import CompiledStep, compile_slot_copies, compile_steps
 from deepinfer_jax.topology import Topology
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.image_layout import ImageGeometry
@@ -35,9 +35,14 @@ from sharding.plan import MeshPlan
 
 Report = Callable[[str], None]
 
+_COPIES_PER_CALL = 8
+"""State slots that one compiled copy copies; a step seldom starts or ends more prefixes."""
+
 
 class JaxExecutor:
     """The `Executor` of one model on one mesh.
+
+    `num_slots` counts the slots for snapshots too.
 
     Raises:
         CheckpointError: the checkpoint is not usable. ValueError: a pool size is too small.
@@ -73,6 +78,7 @@ class JaxExecutor:
                 self.model, self.weights.parameters.vision, self.mesh, num_features, report
             )
         self._steps = self._compile(buckets, report)
+        self._copy_slots = compile_slot_copies(self.cache, _COPIES_PER_CALL)
         self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -89,7 +95,9 @@ class JaxExecutor:
         if self._images is not None and plan.kind is StepKind.PREFILL:
             features = (self._images.features_of(plan.images),)
         buffer = jax.device_put(packing.pack(plan).buffer, self._buffer_sharding)
+        self._copy(plan.restores)
         tokens, self.cache = step(self.weights, buffer, self.cache, *features)
+        self._copy(plan.snapshots)
         tokens.copy_to_host_async()
         self._in_flight.append((plan, tokens))
 
@@ -125,6 +133,14 @@ class JaxExecutor:
         plan, tokens = self._in_flight.popleft()
         num_real = len(plan.token_ids) if plan.kind is StepKind.DECODE else plan.num_rows
         return StepResult(plan.step_index, np.asarray(tokens)[:num_real])
+
+    def _copy(self, pairs: np.ndarray) -> None:
+        """Copy state slots: `pairs` [N, 2] of source and destination."""
+        for first in range(0, len(pairs), _COPIES_PER_CALL):
+            padded = np.zeros((_COPIES_PER_CALL, 2), np.int32)
+            some = pairs[first : first + _COPIES_PER_CALL]
+            padded[: len(some)] = some
+            self.cache = self._copy_slots(self.cache, *np.ascontiguousarray(padded.T))
 
     def _load_parameters(self, directory: Path, report: Report) -> Parameters:
         shown = -1

@@ -6,9 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from deepinfer_jax.cache import BLOCK_SIZE, CacheLayout
+from deepinfer_jax.cache import BLOCK_SIZE, CacheLayout, KVCache, copy_slots
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.precision import CacheFormat, Precision
 from sharding.plan import check_logical_name
@@ -66,3 +67,39 @@ def test_the_reserved_number_must_leave_others(name: str) -> None:
 def test_a_group_may_not_cross_a_block() -> None:
     with pytest.raises(ValueError, match="block size 5 is not a multiple of compress ratio 2"):
         CacheLayout(ModelConfig.tiny(), KVQ, num_blocks=3, num_slots=2, block_size=5)
+
+
+def _per_slot(cache: KVCache) -> list[np.ndarray]:
+    """Every array that has one part per slot, those of waiting drafts left out."""
+    assert cache.draft is not None
+    partial = [source.partial for source in cache.sources]
+    leaves = jax.tree.leaves((cache.rings, partial, cache.classes, cache.draft.rings))
+    return [np.asarray(leaf).view(np.uint8) for leaf in leaves]
+
+
+@pytest.mark.parametrize("precision", (KVQ, NOQ))
+def test_copied_slots_hold_the_same_state(precision: Precision) -> None:
+    layout = CacheLayout(ModelConfig.tiny(), precision, num_blocks=3, num_slots=6, has_draft=True)
+    numbers = iter(range(1000))
+
+    def numbered(leaf: jax.Array) -> jax.Array:
+        # Different in every slot, and exact in every format.
+        column = jnp.arange(leaf.shape[0]).reshape(-1, *(1,) * (leaf.ndim - 1))
+        value = jnp.broadcast_to(2.0 ** ((column + next(numbers)) % 6), leaf.shape)
+        return value.astype(leaf.dtype)
+
+    before = jax.tree.map(numbered, layout.zeros())
+    after = copy_slots(before, jnp.array([2, 4, 0, 0]), jnp.array([5, 1, 0, 0]))
+    for old, new in zip(_per_slot(before), _per_slot(after), strict=True):
+        np.testing.assert_array_equal(new, old[[0, 4, 2, 3, 4, 2]])
+        assert (old[2] != old[5]).any()
+    for name in ("tokens", "probability", "logits"):
+        np.testing.assert_array_equal(getattr(after.draft, name), getattr(before.draft, name))
+    for old, new in zip(before.sources, after.sources, strict=True):
+        assert jax.tree.all(
+            jax.tree.map(
+                lambda a, b: (np.asarray(a) == np.asarray(b)).all(),
+                (old.entries, old.index_keys),
+                (new.entries, new.index_keys),
+            )
+        )

@@ -50,6 +50,7 @@ def test_capacity_follows_the_options() -> None:
         prefill_tokens=(2, 64),
         prefill_rows=4,
         decode_rows=(1, 6),
+        prefix_snapshots=3,
     )
     capacity = plan_capacity(options)
     assert list(capacity.buckets) == [
@@ -61,6 +62,9 @@ def test_capacity_follows_the_options() -> None:
     ]
     assert capacity.num_blocks == 9
     assert capacity.num_slots == 7, "six sequences and the padding slot"
+    assert capacity.num_snapshots == 3
+    engine = make_engine(options, FACTS, random.Random(0))
+    assert (engine.limits.num_slots, engine.limits.num_snapshots) == (7, 3)
 
 
 def test_impossible_capacities_are_refused() -> None:

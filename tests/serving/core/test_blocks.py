@@ -69,3 +69,40 @@ def test_a_pool_needs_one_beside_padding(size: int) -> None:
         BlockPool(size)
     with pytest.raises(ValueError, match=f"num_slots is {size}; expected at least 2"):
         StateSlotPool(size)
+
+
+def test_named_blocks_keep_their_content_until_nothing_else_is_free() -> None:
+    forgotten: list[int] = []
+    pool = BlockPool(7, forgotten.append)
+    taken = pool.allocate(4)
+    for block in taken[:3]:
+        pool.name(block)
+    pool.release(taken)
+    assert (pool.num_free, pool.num_free_named) == (6, 3)
+    assert pool.allocate(3) == [5, 6, taken[3]]
+    assert forgotten == []
+    pool.hold([taken[2]])
+    assert (pool.num_free, pool.num_free_named, pool.num_held(taken)) == (2, 2, 2)
+    # The end of what was released together goes before its beginning.
+    assert pool.allocate(1) == [taken[1]]
+    assert forgotten == [taken[1]]
+    pool.release([taken[1]])
+    assert pool.num_free_named == 1, "it holds something else now"
+    pool.forget_names()
+    assert (pool.num_free, pool.num_free_named) == (2, 0)
+    assert forgotten == [taken[1]]
+    pool.release([taken[2]])
+    assert pool.num_free_named == 0
+
+
+def test_a_block_in_use_is_held_by_several() -> None:
+    pool = BlockPool(4, lambda block: None)
+    blocks = pool.allocate(2)
+    pool.name(blocks[0])
+    pool.hold(blocks[:1])
+    pool.release(blocks)
+    assert pool.num_holders.tolist() == [0, 1, 0, 0]
+    pool.release(blocks[:1])
+    assert (pool.num_free, pool.num_free_named) == (3, 1)
+    with pytest.raises(AssertionError, match="named but has no holder"):
+        pool.name(blocks[1])

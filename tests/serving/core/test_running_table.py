@@ -121,3 +121,91 @@ def test_an_empty_row_cannot_leave_or_decode() -> None:
         table.leave(1, SequenceStatus.FINISHED)
     with pytest.raises(AssertionError, match="row 1 is empty"):
         table.begin_decoding(1)
+
+
+# --- sharing ------------------------------------------------------------------
+
+
+def make_sharing_table() -> RunningTable:
+    return RunningTable(4, 12, block_size=4, context_blocks_max=8, num_snapshots=2)
+
+
+def compute(table: RunningTable, row: int, num_tokens: int) -> None:
+    assert table.claim(row, num_tokens)
+    table.add_computed(np.array([row]), np.array([num_tokens]))
+
+
+def start(table: RunningTable, sequence_id: int, length: int = 13) -> int:
+    prompt = np.arange(length, dtype=np.int32)
+    request = Request(f"request-{sequence_id}", tuple(prompt.tolist()), SamplingParams())
+    sequence = Sequence(sequence_id, request, prompt, 1, (), length_limit=30)
+    table.enter(sequence, table.num_usable_blocks(sequence))
+    return sequence.row
+
+
+def keep_snapshot(table: RunningTable, row: int, num_blocks: int) -> int:
+    sequence, slot = table.sequences[row], table.prefixes.reserve_slot()
+    assert sequence is not None and slot is not None
+    assert table.prefixes.keep_snapshot(sequence.keys(num_blocks, 4)[-1], slot)
+    return slot
+
+
+def test_a_usable_prefix_is_held_and_its_state_restored() -> None:
+    table = make_sharing_table()
+    first = start(table, 0)
+    compute(table, first, 13)
+    assert (table.num_named[first], table.num_computed[first]) == (3, 13)
+    slot = keep_snapshot(table, first, 2)
+    second = start(table, 1)
+    shared = table.block_tables[first, :2].tolist()
+    assert table.block_tables[second].tolist() == [*shared, 0, 0, 0, 0, 0, 0]
+    assert table.blocks.num_holders[shared].tolist() == [2, 2]
+    columns = (table.num_blocks, table.num_scheduled, table.num_computed, table.num_named)
+    assert [int(column[second]) for column in columns] == [2, 8, 8, 2]
+    # Three blocks are present, so a state is wanted there, which is the last boundary too.
+    assert table.cuts[second].tolist() == [12, 12]
+    assert table.take_restores().tolist() == [[slot, second]]
+    assert table.take_restores().tolist() == []
+    table.leave(first, SequenceStatus.FINISHED)
+    assert table.blocks.num_holders[shared].tolist() == [1, 1]
+    third = start(table, 2)
+    table.leave(third, SequenceStatus.FINISHED)
+    assert table.take_restores().tolist() == [], "nobody is left to restore"
+
+
+def test_equal_blocks_become_one_when_no_step_uses_the_second_any_more() -> None:
+    table = make_sharing_table()
+    rows = [start(table, 0), start(table, 1)]
+    compute(table, rows[0], 8)
+    assert table.claim(rows[1], 8)
+    own = table.block_tables[rows[1], :2].tolist()
+    table.last_steps[rows[1]] = 6
+    compute(table, rows[1], 8)
+    assert (table.block_tables[rows[0]] == table.block_tables[rows[1]]).all()
+    assert table.blocks.num_holders[own].tolist() == [1, 1]
+    assert table.is_retiring
+    table.settle(5)
+    assert table.blocks.num_free == 7
+    table.settle(6)
+    assert table.blocks.num_free == 9
+    assert not table.is_retiring
+
+
+def test_what_is_needed_again_leaves_the_free_blocks() -> None:
+    table = make_sharing_table()
+    row = start(table, 0)
+    compute(table, row, 13)
+    keep_snapshot(table, row, 3)
+    table.leave(row, SequenceStatus.FINISHED)
+    assert (table.blocks.num_free, table.blocks.num_free_named) == (11, 3)
+    prompt = np.arange(13, dtype=np.int32)
+    waiting = Sequence(1, Request("b", tuple(range(13)), SamplingParams()), prompt, 1, (), 30)
+    assert table.num_usable_blocks(waiting) == 3
+    assert table.num_held_blocks(waiting, 3) == 0
+    again = start(table, 1)
+    assert (table.blocks.num_free, table.blocks.num_free_named) == (8, 0)
+    assert table.num_held_blocks(waiting, 3) == 3
+    table.leave(again, SequenceStatus.FINISHED)
+    table.forget_prefixes()
+    assert table.num_usable_blocks(waiting) == 0
+    assert (table.blocks.num_free, table.blocks.num_free_named) == (11, 0)

@@ -23,6 +23,8 @@ EOS = 0
 _MODULUS = 2**61 - 1
 _EMPTY = 7
 _IMAGE_VALUES = 10_000
+ROLLBACK_MAX = 6
+"""How many tokens later than at its end the state of a prefix can still be copied."""
 
 
 def _extend(digest: int, token: int) -> int:
@@ -73,7 +75,8 @@ class SimulatedDevice:
         self._buckets = set(buckets)
         self._block_size = limits.block_size
         self._pool = np.full((limits.num_blocks, limits.block_size), -1, np.int64)
-        self._slots = [(0, _EMPTY)] * limits.num_slots
+        # A slot remembers what it had seen at its last few lengths, as rings on a device do.
+        self._slots = np.full((limits.num_slots + limits.num_snapshots, ROLLBACK_MAX + 1, 2), -1)
         self.in_flight: deque[StepPlan] = deque()
         self.kinds: list[StepKind] = []
 
@@ -84,7 +87,12 @@ class SimulatedDevice:
 
     def collect(self) -> StepResult:
         plan = self.in_flight.popleft()
-        return StepResult(plan.step_index, self._run(pack(plan), plan))
+        for source, destination in plan.restores.tolist():
+            self._slots[destination] = self._slots[source]
+        result = StepResult(plan.step_index, self._run(pack(plan), plan))
+        for source, destination in plan.snapshots.tolist():
+            self._slots[destination] = self._slots[source]
+        return result
 
     def _run(self, step: PackedStep, plan: StepPlan) -> np.ndarray:
         """Sampled tokens of the rows in use (prefill) or of the tokens in use (decode)."""
@@ -107,7 +115,8 @@ class SimulatedDevice:
     def _run_row(self, step: PackedStep, row: int, tokens: list[int]) -> list[int]:
         start, slot, table = int(step.starts[row]), int(step.slots[row]), step.block_tables[row]
         assert slot > 0, "the padding slot was given to a sequence"
-        num_seen, seen = self._slots[slot] if start else (0, _EMPTY)
+        ring = self._slots[slot]
+        num_seen, seen = ring[start % len(ring)].tolist() if start else (0, _EMPTY)
         assert num_seen == start, (
             f"slot {slot} has seen {num_seen} tokens, the row starts at {start}"
         )
@@ -121,8 +130,8 @@ class SimulatedDevice:
         for position, token in enumerate(tokens, start):
             self._pool[self._place(table, position)] = token
             digest = _extend(digest, token)
+            ring[(position + 1) % len(ring)] = position + 1, digest
             sampled.append(_sample(digest, position + 1, (*sampling, seed)))
-        self._slots[slot] = (start + len(tokens), digest)
         return sampled
 
     def _place(self, table: np.ndarray, position: int) -> tuple[int, int]:
@@ -141,6 +150,8 @@ class CheckedEngine:
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.expected: dict[str, list[int]] = {}
+        self.num_cached: dict[str, int] = {}
+        self.num_computed_tokens = 0
         self._requests: dict[str, Request] = {}
         self._same_seeds = random.Random(seed)
 
@@ -149,11 +160,12 @@ class CheckedEngine:
         prompt: list[int],
         sampling: SamplingParams | None = None,
         images: tuple[RequestImage, ...] = (),
+        cache_salt: str = "",
     ) -> str:
         """Admit a request and return its name; raises as the engine does."""
         sampling = sampling or SamplingParams(temperature=0)
         name = f"request-{len(self._requests)}"
-        request = Request(name, tuple(prompt), sampling, images=images)
+        request = Request(name, tuple(prompt), sampling, images=images, cache_salt=cache_salt)
         self.engine.admit(request)
         seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
         self._requests[name] = request
@@ -176,6 +188,7 @@ class CheckedEngine:
         plan = self.engine.plan()
         if plan is not None:
             self.device.submit(plan)
+            self.num_computed_tokens += len(plan.token_ids)
         self.check()
         return plan
 
@@ -214,12 +227,12 @@ class CheckedEngine:
             for row in range(table.slots.num_slots)
             for block in table.block_tables[row, : table.num_blocks[row]].tolist()
         ]
+        held += [block for _, block in table._replaced]
         holders = table.blocks.num_holders
-        assert len(set(held)) == len(held), "a block is held twice"
         assert 0 not in held, "the padding block is held"
-        assert sorted(held) == np.flatnonzero(holders).tolist()
-        assert holders.max(initial=0) <= 1
-        assert table.blocks.num_free + len(held) == table.blocks.num_usable
+        np.testing.assert_array_equal(np.bincount(held, minlength=len(holders)), holders)
+        assert table.blocks.num_free + len(set(held)) == table.blocks.num_usable
+        self._check_prefixes()
         running = [row for row, sequence in enumerate(table.sequences) if sequence is not None]
         assert np.flatnonzero(table.sequence_ids >= 0).tolist() == running
         num_retiring = len(table._retiring)
@@ -238,11 +251,37 @@ class CheckedEngine:
             assert holders[used].all(), f"step {plan.step_index} in flight uses a free block"
             assert not set(plan.slots.tolist()) & set(table.slots._free)
 
+    def _check_prefixes(self) -> None:
+        """Shared blocks are those of equal prefixes; each snapshot slot has one use."""
+        table, size = self.engine._table, self.engine.limits.block_size
+        num_snapshots = self.engine.limits.num_snapshots
+        index = table.prefixes
+        named = set(index._keys)
+        assert set(np.flatnonzero(table.blocks._is_named).tolist()) == named
+        for row, sequence in enumerate(table.sequences):
+            num_named = int(table.num_named[row]) if num_snapshots else 0
+            if sequence is not None:
+                assert table.num_named[row] * size <= table.num_computed[row]
+                keys = sequence.keys(num_named, size)
+                assert [index.block(key) for key in keys] == table.block_tables[
+                    row, :num_named
+                ].tolist()
+                own = table.block_tables[row, num_named : table.num_blocks[row]].tolist()
+                assert not named & set(own), "a named block may be written"
+        pending = [copy.slot for copy in self.engine._snapshots._copies]
+        slots = [*pending, *index._free_slots, *index._used_slots]
+        assert len(set(slots)) == len(slots) == num_snapshots
+        for slot, key in index._used_slots.items():
+            assert index.snapshot(key) == slot
+
     def _take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             name = delta.request_id
             assert name not in self.reasons, f"{name} goes on after its end"
             assert delta.num_prompt_tokens == len(self._requests[name].prompt_token_ids)
+            assert self.num_cached.setdefault(name, delta.num_cached_tokens) == (
+                delta.num_cached_tokens
+            )
             self.outputs[name].extend(delta.token_ids)
             if delta.finish_reason is not None:
                 self.reasons[name] = delta.finish_reason
@@ -265,6 +304,7 @@ def make_limits(
     context_max: int = 64,
     waiting_max: int = 100,
     in_flight_max: int = 1,
+    num_snapshots: int = 0,
 ) -> EngineLimits:
     """Limits with blocks of four tokens."""
     return EngineLimits(
@@ -276,6 +316,7 @@ def make_limits(
         waiting_max=waiting_max,
         block_size=4,
         in_flight_max=in_flight_max,
+        num_snapshots=num_snapshots,
     )
 
 

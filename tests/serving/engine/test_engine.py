@@ -65,14 +65,22 @@ events = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 12)),
 )
 engines = st.builds(
-    lambda buckets, num_blocks, num_slots, context_max, in_flight_max: CheckedEngine(
-        make_limits(num_blocks, num_slots, context_max, in_flight_max=in_flight_max), buckets
+    lambda buckets, num_blocks, num_slots, context_max, in_flight_max, num_snapshots: CheckedEngine(
+        make_limits(
+            num_blocks,
+            num_slots,
+            context_max,
+            in_flight_max=in_flight_max,
+            num_snapshots=num_snapshots,
+        ),
+        buckets,
     ),
     st.sampled_from(BUCKET_TABLES),
     st.integers(3, 16),
     st.integers(2, 7),
     st.integers(6, 12) | st.integers(24, 48),
     st.integers(1, 3),
+    st.sampled_from([0, 1, 2, 5, 20]),
 )
 
 
@@ -84,7 +92,8 @@ def test_random_traces_end_with_the_right_tokens(
     names: list[str] = []
     for call, *values in trace:
         if call == "admit":
-            prompt = prompt_of(values[0], len(names))
+            # Few different beginnings, so that prompts share them.
+            prompt = prompt_of(values[0], len(names) % 3)
             if len(prompt) < checked.length_max:
                 names.append(checked.admit(prompt, values[1]))
             else:
@@ -113,13 +122,16 @@ def test_crowded_traces_end_with_the_right_tokens(seed: int) -> None:
             num_slots=source.randint(3, 7),
             context_max=source.choice([24, 48]),
             in_flight_max=source.randint(1, 3),
+            num_snapshots=source.choice([0, 2, 8]),
         )
         checked = CheckedEngine(limits, source.choice(BUCKET_TABLES))
         names: list[str] = []
         for _ in range(60):
             call = source.choice(["admit", "plan", "commit", "step", "step"])
             if call == "admit":
-                prompt = prompt_of(source.randint(1, min(14, checked.length_max - 1)), len(names))
+                prompt = prompt_of(
+                    source.randint(1, min(14, checked.length_max - 1)), len(names) % 4
+                )
                 sampling = SamplingParams(source.randint(1, 40), 0.5, ignore_eos=True)
                 names.append(checked.admit(prompt, sampling))
             elif call == "plan":

@@ -22,13 +22,14 @@ from sharding.plan import ShardingError, load_plan
 BUCKETS = BucketTable(
     {StepKind.PREFILL: [Bucket(2, 16, 2)], StepKind.DECODE: [Bucket(1, 1, 2), Bucket(4, 4, 2)]}
 )
+NUM_SNAPSHOTS = 3
 
 
 @pytest.fixture(scope="module")
 def executor() -> JaxExecutor:
     """The golden checkpoint on one device."""
     directory = Path(__file__).parents[2] / "golden" / "tiny-v41"
-    return JaxExecutor(directory, "kvq", BUCKETS, 12, 5, load_plan("single"))
+    return JaxExecutor(directory, "kvq", BUCKETS, 12, 5 + NUM_SNAPSHOTS, load_plan("single"))
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def _engine(executor: JaxExecutor) -> Engine:
+def _engine(executor: JaxExecutor, num_snapshots: int = NUM_SNAPSHOTS) -> Engine:
     facts = ModelFacts(
         executor.model_config.vocab_size,
         executor.model_config.max_position_embeddings,
@@ -57,6 +58,7 @@ def _engine(executor: JaxExecutor) -> Engine:
         context_max=256,
         vocab_size=facts.vocab_size,
         eos_token_id=facts.eos_token_id,
+        num_snapshots=num_snapshots,
     )
     return Engine(limits, BUCKETS, random.Random(7))
 
@@ -90,6 +92,31 @@ def test_greedy_tokens_in_company_and_no_compilation(
     assert compilations == []
     jax.jit(lambda x: x + 1)(3)
     assert compilations, "the listener would have seen a compilation"
+
+
+def test_tokens_do_not_depend_on_what_was_computed_before(
+    executor: JaxExecutor, rng: np.random.Generator, compilations: list[str]
+) -> None:
+    """With a usable prefix and without, the last chunk is the same step over the same state."""
+    first = tuple(rng.integers(3, 300, 140).tolist())
+    # Parts from the first in its second block.
+    second = (*first[:135], *rng.integers(3, 300, 9).tolist())
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    outputs: list[list[list[int]]] = []
+    for num_snapshots in (0, NUM_SNAPSHOTS):
+        engine = _engine(executor, num_snapshots)
+        outputs.append([])
+        num_computed = []
+        for index, prompt in enumerate((first, first, second, first)):
+            engine.admit(Request(str(index), prompt, sampling))
+            num_computed.append(-engine.status().num_steps)
+            outputs[-1].append(_run(engine, executor)[str(index)])
+            num_computed[-1] += engine.status().num_steps
+        # Nine chunks of 16 tokens and eleven decode steps; eight of the chunks can be spared.
+        assert num_computed == ([20, 20, 20, 20] if num_snapshots == 0 else [20, 12, 12, 12])
+    assert outputs[0] == outputs[1]
+    assert len({tuple(tokens) for tokens in outputs[0]}) == 2
+    assert compilations == []
 
 
 def test_results_come_in_the_order_of_the_plans(executor: JaxExecutor) -> None:

@@ -1,0 +1,205 @@
+"""Prefixes of token sequences: their names, which blocks hold them, and which can be gone on with.
+
+A `PrefixKey` names all tokens up to a block boundary: the digest of the key before it and of the
+tokens of its block, so that equal keys mean equal prefixes. The first key of a chain is the digest
+of what must agree besides the tokens: the *fingerprint* (model, cache layout, block size) and the
+*salt* of the request, which keeps tenants apart.
+
+Blocks are half of what a sequence needs to go on from position `H`; the other half is the state
+slot as it was at `H`: windows, unfinished compression groups, token classes. It depends on more
+tokens than any window holds, since every layer looks back over the layer below, so it cannot be
+replayed exactly from the last tokens. It is kept instead: a *snapshot* is a copy of a state slot
+in a spare slot, taken right after a step that ended at `H`. A prefix of `n` blocks is usable if
+all `n` blocks are present and a snapshot at their end is.
+
+Snapshots are taken where they are likely to be used:
+
+1. at the last block boundary of a prompt that leaves a token to compute, for the same prompt again
+   and for conversations that go on from it;
+2. where a prompt leaves a prefix that is present but has no snapshot, for prompts that share their
+   beginning (the second one finds the place, the third one gains by it);
+3. at every block boundary of what is generated, only the newest of each sequence being kept, for
+   conversations that go on and for sequences that lose their memory and come back.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core.request import RequestImage
+
+PrefixKey = bytes
+"""16 bytes that name a prefix up to a block boundary."""
+
+_KEY_SIZE = 16
+
+
+def root_key(fingerprint: bytes, salt: str) -> PrefixKey:
+    """The key before the first block."""
+    digest = hashlib.sha256(len(fingerprint).to_bytes(8, "little"))
+    digest.update(fingerprint)
+    digest.update(salt.encode())
+    return digest.digest()[:_KEY_SIZE]
+
+
+def next_key(
+    key: PrefixKey, token_ids: np.ndarray, start: int, images: Sequence[RequestImage] = ()
+) -> PrefixKey:
+    """The key of the prefix that is one block longer.
+
+    Args:
+        key: of the prefix before the block.
+        token_ids: [block_size] int32, the tokens of the block, from position `start` on.
+        images: those of the sequence. The tokens of an image say nothing of its content, so the
+            digests of the images that reach into the block are part of the key.
+    """
+    digest = hashlib.sha256(key)
+    digest.update(np.ascontiguousarray(token_ids, "<i4").tobytes())
+    for image in images:
+        if image.start < start + len(token_ids) and image.stop > start:
+            digest.update((image.start - start).to_bytes(8, "little", signed=True))
+            digest.update(image.digest)
+    return digest.digest()[:_KEY_SIZE]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A prefix that is present. `snapshot` is a slot, 0 if there is none."""
+
+    block: int
+    snapshot: int = 0
+    is_reused: bool = False
+
+
+class PrefixIndex:
+    """The prefixes that a pool of blocks holds, and the snapshots at their ends.
+
+    Whoever names a block has named, and still holds, all blocks before it; so if a prefix is
+    present, all shorter ones are.
+
+    Args:
+        snapshot_slots: spare state slots; with none, no prefix is ever usable.
+    """
+
+    def __init__(self, snapshot_slots: Sequence[int]) -> None:
+        self.num_snapshots = len(snapshot_slots)
+        self._entries: dict[PrefixKey, _Entry] = {}
+        self._keys: dict[int, PrefixKey] = {}
+        self._free_slots = list(reversed(snapshot_slots))
+        # Slots with a snapshot and the prefixes they end, least recently used first.
+        self._used_slots: OrderedDict[int, PrefixKey] = OrderedDict()
+
+    @property
+    def num_used_snapshots(self) -> int:
+        """Snapshots that can be gone on from."""
+        return len(self._used_slots)
+
+    def num_present(self, keys: Sequence[PrefixKey]) -> int:
+        """How many blocks of a chain are present, from the first on."""
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in self._entries:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def num_usable(self, keys: Sequence[PrefixKey]) -> int:
+        """How many blocks of a chain can be gone on from; 0 if none."""
+        num_blocks = self.num_present(keys)
+        while num_blocks and not self._entries[keys[num_blocks - 1]].snapshot:
+            num_blocks -= 1
+        return num_blocks
+
+    def block(self, key: PrefixKey) -> int | None:
+        """The last block of a prefix; None if it is not present."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.block
+
+    def snapshot(self, key: PrefixKey) -> int | None:
+        """The slot with the state at the end of a prefix; None if it is not kept."""
+        entry = self._entries.get(key)
+        return entry.snapshot if entry is not None and entry.snapshot else None
+
+    def use_snapshot(self, key: PrefixKey) -> int:
+        """The slot of a snapshot that is about to be gone on from."""
+        entry = self._entries[key]
+        assert entry.snapshot, "the prefix has no snapshot"
+        entry.is_reused = True
+        self._used_slots.move_to_end(entry.snapshot)
+        return entry.snapshot
+
+    def name(self, key: PrefixKey, block: int) -> None:
+        """`block` now is the last one of the prefix, which was not present."""
+        assert key not in self._entries, f"block {block} is named like another"
+        self._entries[key] = _Entry(block)
+        self._keys[block] = key
+
+    def forget(self, block: int) -> None:
+        """The block will hold something else: its prefix and its snapshot are no longer present."""
+        entry = self._entries.pop(self._keys.pop(block))
+        if entry.snapshot:
+            del self._used_slots[entry.snapshot]
+            self._free_slots.append(entry.snapshot)
+
+    def reserve_slot(self) -> int | None:
+        """A slot for a new snapshot, that of the least recently used one if need be.
+
+        None if all slots are reserved. Give it to `keep_snapshot` or `return_slot`.
+        """
+        if not self._free_slots:
+            if not self._used_slots:
+                return None
+            slot, key = self._used_slots.popitem(last=False)
+            self._entries[key].snapshot = 0
+            return slot
+        return self._free_slots.pop()
+
+    def return_slot(self, slot: int) -> None:
+        """Give back a reserved slot without a snapshot."""
+        self._free_slots.append(slot)
+
+    def keep_snapshot(self, key: PrefixKey, slot: int) -> bool:
+        """`slot` holds the state at the end of the prefix; False if that is of no use.
+
+        It is of none if the prefix is not present or has a snapshot; the slot is free again then.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.snapshot:
+            self.return_slot(slot)
+            return False
+        entry.snapshot, entry.is_reused = slot, False
+        self._used_slots[slot] = key
+        return True
+
+    def drop_unused_snapshot(self, key: PrefixKey) -> None:
+        """Free the snapshot of a prefix, unless it is gone or was of use."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.snapshot and not entry.is_reused:
+            del self._used_slots[entry.snapshot]
+            self._free_slots.append(entry.snapshot)
+            entry.snapshot = 0
+
+    def clear(self) -> None:
+        """The device is lost, and with it all blocks and snapshots."""
+        self._free_slots.extend(self._used_slots)
+        self._used_slots.clear()
+        self._entries.clear()
+        self._keys.clear()
+
+
+def block_boundary(
+    position: int, block_size: int, cut: Callable[[int], int] = lambda position: position
+) -> int:
+    """The last block boundary up to `position` that `cut` leaves where it is.
+
+    `cut` moves a position back to where a sequence may be cut, for example before an image.
+    """
+    boundary = position - position % block_size
+    while (allowed := cut(boundary)) != boundary:
+        boundary = allowed - allowed % block_size
+    return boundary

@@ -1,0 +1,77 @@
+"""Which steps copy a sequence's state aside, and what becomes of the copies.
+
+A copy is planned together with the step that ends at a block boundary and is made right after it.
+Only when the step is settled is it known whether the sequence still runs; then the copy becomes
+the snapshot of a prefix, or its slot is free again.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.core.running_table import RunningTable
+from serving.core.step_plan import no_copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """`slot` will hold the state of the sequence at `row` as it is after `num_blocks` blocks."""
+
+    step_index: int
+    row: int
+    num_blocks: int
+    slot: int
+    is_tail: bool
+
+
+class SnapshotCopies:
+    """The copies of steps in flight."""
+
+    def __init__(self, table: RunningTable) -> None:
+        self._table = table
+        self._copies: deque[_Copy] = deque()
+
+    def plan(
+        self, step_index: int, rows: np.ndarray, ends: np.ndarray, is_prefill: bool
+    ) -> np.ndarray:
+        """The copies to make after a step that brings the rows [N] to `ends` [N] tokens.
+
+        Returns:
+            [M, 2] int32, (row, snapshot slot). None for a boundary whose state is kept already as
+            far as that is known, nor when all slots wait for a step in flight.
+        """
+        table = self._table
+        if not table.prefixes.num_snapshots:
+            return no_copies()
+        is_wanted = ends % table.block_size == 0
+        if is_prefill:
+            is_wanted &= (table.cuts[rows] == ends[:, None]).any(axis=1)
+        pairs: list[tuple[int, int]] = []
+        wanted = zip(rows[is_wanted].tolist(), ends[is_wanted].tolist(), strict=True)
+        for row, end in wanted:
+            slot = table.prefixes.reserve_slot()
+            if slot is None:
+                break
+            num_blocks = end // table.block_size
+            self._copies.append(_Copy(step_index, row, num_blocks, slot, not is_prefill))
+            pairs.append((row, slot))
+        return np.array(pairs, np.int32).reshape(-1, 2)
+
+    def settle(self, step_index: int) -> None:
+        """All steps up to this one are over, and the rows that go on are counted as computed."""
+        while self._copies and self._copies[0].step_index <= step_index:
+            self._keep(self._copies.popleft())
+
+    def _keep(self, copy: _Copy) -> None:
+        table = self._table
+        # A row has no other sequence before the steps that contain the last one are over.
+        sequence = table.sequences[copy.row]
+        if sequence is None or table.num_named[copy.row] < copy.num_blocks:
+            table.prefixes.return_slot(copy.slot)
+            return
+        key = sequence.keys(copy.num_blocks, table.block_size)[-1]
+        if table.prefixes.keep_snapshot(key, copy.slot) and copy.is_tail:
+            if sequence.tail_key is not None:
+                table.prefixes.drop_unused_snapshot(sequence.tail_key)
+            sequence.tail_key = key

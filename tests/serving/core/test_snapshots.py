@@ -1,0 +1,101 @@
+"""Goal: states are copied where a step ends at a boundary that was asked for, and a copy becomes a
+snapshot only of a sequence that still runs.
+
+Method: a small table whose sequences are moved by hand.
+"""
+
+import numpy as np
+
+from serving.core.request import Request, SamplingParams
+from serving.core.running_table import RunningTable
+from serving.core.sequence import Sequence, SequenceStatus
+from serving.core.snapshots import SnapshotCopies
+
+
+def make_table(num_snapshots: int = 3) -> RunningTable:
+    return RunningTable(4, 20, block_size=4, context_blocks_max=8, num_snapshots=num_snapshots)
+
+
+def enter(table: RunningTable, sequence_id: int, length: int = 14) -> int:
+    prompt = np.arange(sequence_id, sequence_id + length, dtype=np.int32)
+    request = Request(f"request-{sequence_id}", tuple(prompt.tolist()), SamplingParams())
+    sequence = Sequence(sequence_id, request, prompt, 1, (), length_limit=30)
+    table.enter(sequence, table.num_usable_blocks(sequence))
+    assert table.claim(sequence.row, length)
+    return sequence.row
+
+
+def advance(table: RunningTable, row: int, num_tokens: int) -> None:
+    table.num_scheduled[row] = num_tokens
+    table.add_computed(np.array([row]), np.array([num_tokens]))
+
+
+def plan(
+    copies: SnapshotCopies, step: int, rows: list[int], ends: list[int], is_prefill: bool
+) -> list[list[int]]:
+    return copies.plan(step, np.array(rows), np.array(ends), is_prefill).tolist()
+
+
+def test_prompts_are_copied_at_their_cuts_and_output_at_every_boundary() -> None:
+    table = make_table()
+    copies = SnapshotCopies(table)
+    rows = [enter(table, 0), enter(table, 50)]
+    assert table.cuts[rows].tolist() == [[0, 12], [0, 12]]
+    assert plan(copies, 0, rows, [8, 11], True) == []
+    assert plan(copies, 1, rows, [12, 12], True) == [[rows[0], 4], [rows[1], 5]]
+    assert plan(copies, 2, rows, [15, 16], False) == [[rows[1], 6]]
+    # Every slot waits for its step.
+    assert plan(copies, 3, rows, [16, 20], False) == []
+
+
+def test_without_slots_nothing_is_copied() -> None:
+    table = make_table(num_snapshots=0)
+    copies = SnapshotCopies(table)
+    row = enter(table, 0)
+    assert table.cuts[row].tolist() == [0, 0]
+    assert plan(copies, 0, [row], [12], True) == plan(copies, 0, [row], [16], False) == []
+
+
+def test_a_copy_becomes_a_snapshot_when_its_step_is_over() -> None:
+    table = make_table()
+    copies = SnapshotCopies(table)
+    row = enter(table, 0)
+    sequence = table.sequences[row]
+    assert sequence is not None
+    plan(copies, 3, [row], [12], True)
+    copies.settle(2)
+    assert table.prefixes.num_used_snapshots == 0
+    advance(table, row, 12)
+    copies.settle(3)
+    assert table.prefixes.snapshot(sequence.keys(3, 4)[-1]) == 4
+
+
+def test_a_copy_of_a_sequence_that_left_frees_its_slot() -> None:
+    table = make_table(num_snapshots=1)
+    copies = SnapshotCopies(table)
+    for sequence_id, is_over in enumerate([True, True, False]):
+        row = enter(table, sequence_id)
+        assert len(plan(copies, sequence_id, [row], [12], True)) == 1
+        if is_over:
+            table.leave(row, SequenceStatus.FINISHED)
+        # The last one still runs, but was not computed that far.
+        copies.settle(sequence_id)
+    assert table.prefixes.num_used_snapshots == 0
+    assert table.prefixes.reserve_slot() == 4
+
+
+def test_of_what_is_generated_only_the_newest_snapshot_stays() -> None:
+    table = make_table()
+    copies = SnapshotCopies(table)
+    row = enter(table, 0)
+    sequence = table.sequences[row]
+    assert sequence is not None
+    sequence.output_token_ids = list(range(20))
+    assert table.claim(row, 28)
+    for step, end in enumerate((12, 16, 20, 24)):
+        plan(copies, step, [row], [end], end == 12)
+        advance(table, row, end)
+        copies.settle(step)
+    keys = sequence.keys(6, 4)
+    kept = [table.prefixes.snapshot(key) is not None for key in keys]
+    assert kept == [False, False, True, False, False, True]
