@@ -1,5 +1,5 @@
 """The golden checkpoint with its draft module: one prefill and one decode program per cache format,
-shared by several test files, and what a sequence leaves in the cache.
+shared by several test files, and a look at what a sequence leaves in the cache.
 """
 
 import functools
@@ -85,9 +85,10 @@ def run(
 
 def emitted(result: SpeculativeResult, row: int) -> list[int]:
     """The tokens that a row added to its text."""
-    tokens = result.tokens[row]
-    assert np.all(tokens[np.argmin(tokens) :] == -1) or tokens.min() >= 0
-    return [int(token) for token in tokens if token >= 0]
+    tokens = [int(token) for token in result.tokens[row]]
+    length = tokens.index(-1) if -1 in tokens else len(tokens)
+    assert min(tokens[:length], default=0) >= 0 and set(tokens[length:]) <= {-1}
+    return tokens[:length]
 
 
 def with_drafts(cache: KVCache, slot: int, tokens: list[int]) -> KVCache:
@@ -97,38 +98,29 @@ def with_drafts(cache: KVCache, slot: int, tokens: list[int]) -> KVCache:
     return cache._replace(draft=cache.draft._replace(tokens=waiting))
 
 
-def live(cache_format: str, cache: KVCache, slot: int, blocks: list[int], length: int) -> Any:
-    """Everything that a sequence of `length` processed tokens can still be asked for, as bytes."""
+def live(
+    cache_format: str, cache: KVCache, slot: int, blocks: list[int], length: int
+) -> dict[str, list[bytes]]:
+    """Everything that a sequence of `length` processed tokens can still be asked for."""
     model, _ = load(cache_format)
-    c = model.config
+    c, host = model.config, jax.tree.map(np.asarray, cache)
     window = np.arange(max(0, length - c.sliding_window), length)
 
-    def ring(leaf: jax.Array, positions: np.ndarray) -> np.ndarray:
-        return _bytes(leaf[slot, positions % leaf.shape[1]])
+    def ring(leaf: np.ndarray, positions: np.ndarray) -> bytes:
+        return leaf[slot, positions % leaf.shape[1]].tobytes()
 
-    assert cache.draft is not None
-    windows = (cache.rings, cache.draft.rings)
-    found: dict[str, Any] = {
-        "windows": jax.tree.map(lambda leaf: ring(leaf, window), windows),
-        "classes": ring(cache.classes, window[-(c.engram_max_ngram_size - 1) :]),
-        "draft": [_bytes(a[slot]) for a in cache.draft[1:]],
+    found = {
+        "windows": [ring(a, window) for a in jax.tree.leaves((host.rings, host.draft.rings))],
+        "classes": [ring(host.classes, window[-(c.engram_max_ngram_size - 1) :])],
+        "drafts": [a[slot].tobytes() for a in host.draft[1:]],
     }
-    for layer, source in zip(c.kv_source_layer_ids, cache.sources, strict=True):
+    for layer, source in zip(c.kv_source_layer_ids, host.sources, strict=True):
         ratio = c.compress_ratios[layer]
-
-        def entries(leaf: jax.Array, count: int = length // ratio) -> np.ndarray:
-            chosen = leaf[jnp.asarray(blocks)]
-            return _bytes(chosen.reshape(-1, *leaf.shape[2:])[:count])
-
-        found[f"entries_{layer}"] = jax.tree.map(entries, (source.entries, source.index_keys))
+        found[f"entries_{layer}"] = [
+            a[blocks].reshape(-1, *a.shape[2:])[: length // ratio].tobytes()
+            for a in jax.tree.leaves((source.entries, source.index_keys))
+        ]
         if source.partial is not None:
-            # Positions of the group that is still open.
-            found[f"partial_{layer}"] = ring(
-                source.partial, np.arange(length - length % ratio, length)
-            )
+            unfinished = np.arange(length - length % ratio, length)
+            found[f"partial_{layer}"] = [ring(source.partial, unfinished)]
     return found
-
-
-def _bytes(array: jax.Array) -> np.ndarray:
-    whole = np.asarray(array)
-    return np.frombuffer(whole.tobytes(), np.uint8)
