@@ -46,7 +46,7 @@ one may have a name of any length."""
 
 _OPTIONAL_PREFIX = "model."
 
-Place = Callable[[np.ndarray, tuple[str, ...]], jax.Array]
+Place = Callable[[np.ndarray, tuple[str, ...]], Any]
 
 
 def place_on_default_device(array: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
@@ -107,8 +107,8 @@ def load(
 
     `place(array, axes)` puts one packed numpy array on devices; codes and scales of a quantised
     weight come in two calls with the same logical axes. The array may be a read-only view of a
-    mapped file: copy it if it is to outlive the file. `report(done, total)` is called with bytes
-    after each leaf.
+    mapped file: copy it if it is to outlive the file, or return it to leave a leaf in the file.
+    `report(done, total)` is called with bytes after each leaf.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the tensors are not exactly those that

@@ -80,9 +80,12 @@ class AttentionParameters:
 
 @struct.dataclass
 class EngramParameters:
-    """embed [rows, dim], wkv [(C + 1) embed, orders * heads * dim], weights [C, embed]."""
+    """embed [rows, dim], wkv [(C + 1) embed, orders * heads * dim], weights [C, embed].
 
-    embed: Weight
+    embed is None where the table stays in host memory.
+    """
+
+    embed: Weight | None
     wkv: Weight
     q_weight: jax.Array
     k_weight: jax.Array

@@ -22,7 +22,7 @@ from deepinfer_jax.model import Model, Weights, forward, logits
 from deepinfer_jax.sampling import accept, sample
 
 CompiledStep = Callable[..., tuple[jax.Array, KVCache]]
-"""Takes weights, buffer and cache, and image features if it was compiled with them."""
+"""Takes weights, buffer and cache, and by name whatever else it was compiled with."""
 
 _COMPILE_THREADS = 2
 """XLA releases the interpreter while it compiles, but one program already uses several cores."""
@@ -35,20 +35,23 @@ def run_step(
     buffer: jax.Array,
     cache: KVCache,
     image_features: jax.Array | None = None,
+    engram_rows: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """One step, not yet compiled.
 
     Args:
         buffer: int32, what `batch.pack` made for `shape`.
         cache: its arrays are written in place when the caller donates them.
-        image_features: what `model.forward` takes for the image tokens of a prefill step.
+        image_features, engram_rows: what `model.forward` takes.
 
     Returns:
         sampled tokens [num_samples] int32: one after every token for a decode step (arbitrary
         after padding), one after each row's last token for a prefill step. And the cache.
     """
     batch = StepBatch.unpack(buffer, shape)
-    residual, cache = forward(model, weights, cache, batch, image_features=image_features)
+    residual, cache = forward(
+        model, weights, cache, batch, image_features=image_features, engram_rows=engram_rows
+    )
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
     else:
@@ -86,6 +89,7 @@ def run_speculative_step(
     buffer: jax.Array,
     cache: KVCache,
     image_features: jax.Array | None = None,
+    engram_rows: jax.Array | None = None,
     probe: Probe = no_probe,
 ) -> tuple[jax.Array, KVCache]:
     """One step of a model that drafts, not yet compiled.
@@ -98,7 +102,7 @@ def run_speculative_step(
         buffer: int32, what `batch.pack` made for `shape`. A decode row has 1 to N + 1 tokens, of
             which only the first id counts.
         cache: with `draft`; its arrays are written in place when the caller donates them.
-        image_features: what `model.forward` takes for the image tokens of a prefill step.
+        image_features, engram_rows: what `model.forward` takes.
 
     Returns:
         [R, 3 N + 1] int32 for `SpeculativeResult.unpack`, and the cache. Rejected tokens leave
@@ -113,7 +117,7 @@ def run_speculative_step(
     batch, waiting = StepBatch.unpack(buffer, shape), cache.draft
     if shape.samples_every_token:
         batch = fill_drafts(batch, waiting)
-    residual, cache = forward(model, weights, cache, batch, probe, image_features)
+    residual, cache = forward(model, weights, cache, batch, probe, image_features, engram_rows)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
         target = logits(model, weights, residual, token_index)
@@ -148,17 +152,28 @@ def _emitted(
 
 
 def compile_step(
-    model: Model, shape: StepShape, weights: Any, cache: Any, image_features: Any = None
+    model: Model,
+    shape: StepShape,
+    weights: Any,
+    cache: Any,
+    image_features: Any = None,
+    engram_row_shape: tuple[int, ...] | None = None,
 ) -> CompiledStep:
     """Compile one shape for arrays like `weights` and `cache` (arrays or shapes with shardings).
 
-    A prefill step also takes features like `image_features`, unless that is None.
+    A prefill step also takes `image_features` like the given ones, unless those are None, and
+    every step takes `engram_rows` if their shape per token is given (`HostEngram.row_shape`).
     """
     buffer = jax.ShapeDtypeStruct((buffer_size(shape),), jnp.int32)
-    features = () if image_features is None or shape.samples_every_token else (image_features,)
+    more: dict[str, Any] = {}
+    if image_features is not None and not shape.samples_every_token:
+        more["image_features"] = image_features
+    if engram_row_shape is not None:
+        rows_shape = (shape.num_tokens, *engram_row_shape)
+        more["engram_rows"] = jax.ShapeDtypeStruct(rows_shape, jnp.uint8)
     run = run_step if cache.draft is None else run_speculative_step
     step = jax.jit(functools.partial(run, model, shape), donate_argnums=2)
-    return step.lower(weights, buffer, cache, *features).compile()
+    return step.lower(weights, buffer, cache, **more).compile()
 
 
 def compile_slot_copies(
@@ -176,13 +191,17 @@ def compile_steps(
     cache: Any,
     report: Callable[[int, int], None] | None = None,
     image_features: Any = None,
+    engram_row_shape: tuple[int, ...] | None = None,
 ) -> dict[StepShape, CompiledStep]:
     """Compile all shapes, two at a time; `report(done, total)` is called as they finish."""
     wanted = list(dict.fromkeys(shapes))
     compiled: dict[StepShape, CompiledStep] = {}
     with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
         futures = {
-            pool.submit(compile_step, model, s, weights, cache, image_features): s for s in wanted
+            pool.submit(
+                compile_step, model, s, weights, cache, image_features, engram_row_shape
+            ): s
+            for s in wanted
         }
         for future in as_completed(futures):
             compiled[futures[future]] = future.result()

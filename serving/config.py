@@ -22,12 +22,15 @@ class ModelOptions:
 
     `path` is a checkpoint directory; empty means the small one of this repository. `name` is what
     clients call the model; empty means the directory's name. `cache_format` is `kvq` (cache
-    quantised as the model was trained for) or `noq` (cache kept at full precision).
+    quantised as the model was trained for) or `noq` (cache kept at full precision). `engram` says
+    where the Engram tables lie: on the `device` like all weights, or on the `host`, in the mapped
+    checkpoint, from where the rows of each step are sent along.
     """
 
     path: str = ""
     name: str = ""
     cache_format: Literal["kvq", "noq"] = "kvq"
+    engram: Literal["device", "host"] = "device"
 
     @property
     def directory(self) -> Path:

@@ -54,6 +54,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
             capacity.num_slots + capacity.num_snapshots,
             mesh_plan,
             report=report,
+            engram=config.model.engram,
         )
     except (ValueError, OSError) as error:
         # Errors that our own packages define are about the input; any other is a defect, whose

@@ -12,9 +12,11 @@ import numpy as np
 from deepinfer_jax.engram_tables import EngramTables
 from deepinfer_jax.layers.primitives import StepContext
 from deepinfer_jax.parameters import EngramParameters
-from pallas_kernels.scaled_array import decode
+from pallas_kernels.scaled_array import FP8_ROW32, ScaledArray, decode
 
-_IMAGE_CLASS = -1
+IMAGE_CLASS = -1
+"""Class of an image token in the ring; every other class is 0 or more."""
+
 _GATE_FLOOR = 1e-6
 
 
@@ -30,10 +32,10 @@ def ngram_classes(
     From the first predecessor on that lies before the sequence or belongs to an image, all are
     the class of the padding token.
     """
-    classes = jnp.where(step.is_image, _IMAGE_CLASS, token_classes[token_ids]).astype(jnp.int32)
+    classes = jnp.where(step.is_image, IMAGE_CLASS, token_classes[token_ids]).astype(jnp.int32)
     order = step.config.engram_max_ngram_size
     found, exists = step.tokens.history.gather(ring, classes, np.arange(order))
-    is_text = (exists & (found != _IMAGE_CLASS)).astype(jnp.int32)
+    is_text = (exists & (found != IMAGE_CLASS)).astype(jnp.int32)
     unbroken = jnp.cumprod(is_text, axis=1) > 0
     return (
         jnp.where(unbroken, found, constants.pad_class),
@@ -58,14 +60,27 @@ def table_rows(classes: jax.Array, constants: EngramTables, engram_index: int) -
         return (repeated % moduli + constants.offsets[engram_index]).astype(jnp.int32)
 
 
+def unpack_rows(packed: jax.Array, width: int) -> ScaledArray:
+    """Table rows [..., width] from the bytes of their codes and then their scales, [..., bytes]."""
+    codes, scale = packed[..., :width], packed[..., width:]
+    return ScaledArray(
+        jax.lax.bitcast_convert_type(codes, FP8_ROW32.code_dtype),
+        jax.lax.bitcast_convert_type(scale, FP8_ROW32.scale_dtype),
+        FP8_ROW32,
+    )
+
+
 def engram(
-    streams: jax.Array, rows: jax.Array, parameters: EngramParameters, step: StepContext
+    streams: jax.Array,
+    memory: jax.Array | ScaledArray,
+    parameters: EngramParameters,
+    step: StepContext,
 ) -> jax.Array:
-    """Streams [T, S, D] after the memory at `rows` [T, orders * heads] was added."""
+    """Streams [T, S, D] after the `memory`, table rows [T, orders * heads, width], was added."""
     c = step.config
     num_tokens, num_streams, width = streams.shape
     with jax.named_scope("engram"):
-        read = decode(parameters.embed[rows], step.precision.compute_dtype)
+        read = decode(memory, step.precision.compute_dtype)
         both = step.product(read.reshape(num_tokens, -1), parameters.wkv)
         key = both[:, : num_streams * width].reshape(streams.shape)
         value = both[:, None, num_streams * width :]

@@ -8,11 +8,15 @@ here and passes from step to step by donation.
 A model with an image encoder has one more array on the device: the features of the images in the
 prefill step at hand, each row standing for the token of the same index. Images are encoded into it
 by steps of their own, dispatched right before the prefill step that reads them.
+
+Engram tables lie on the devices like all weights, or stay in the mapped checkpoint. Then the rows
+of a step are read on the host while earlier steps run, and are sent along with its buffer.
 """
 
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ import numpy as np
 from deepinfer_jax import batch, checkpoint, vision
 from deepinfer_jax.batch import StepShape
 from deepinfer_jax.cache import CacheLayout, KVCache
+from deepinfer_jax.engram_host import HostEngram, detach_tables
 from deepinfer_jax.model import Model, Weights
 from deepinfer_jax.parameters import Parameters, VisionParameters
 from deepinfer_jax.precision import CacheFormat, Precision
@@ -42,7 +47,8 @@ _COPIES_PER_CALL = 8
 class JaxExecutor:
     """The `Executor` of one model on one mesh.
 
-    `num_slots` counts the slots for snapshots too.
+    `num_slots` counts the slots for snapshots too. `engram` is where its tables lie: "device" or
+    "host".
 
     Raises:
         CheckpointError: the checkpoint is not usable. ValueError: a pool size is too small.
@@ -58,19 +64,24 @@ class JaxExecutor:
         num_slots: int,
         mesh_plan: MeshPlan,
         report: Report = lambda line: None,
+        engram: str = "device",
     ) -> None:
         self.mesh = DeviceMesh.of(mesh_plan)
+        self._engram_is_on_host = engram == "host"
         self.model_config = checkpoint.read_config(directory)
         precision = Precision(_compute_dtype(), CacheFormat(cache_format))
         tables = checkpoint.read_engram_tables(directory, self.model_config)
         self.model = Model(self.model_config, Topology.of(self.model_config), tables, precision)
         self.layout = CacheLayout(self.model_config, precision, num_blocks, num_slots)
-        self.weights = Weights(
-            self._load_parameters(directory, report),
-            self._place(tables.token_classes, ("vocab",)),
-        )
+        parameters = self._load_parameters(directory, report)
         self.cache = self._allocate(report)
+        self._engram: HostEngram | None = None
+        if self._engram_is_on_host:
+            parameters, mapped = detach_tables(parameters)
+            self._engram = HostEngram(self.model_config, tables, mapped, self.cache.classes.shape)
+        self.weights = Weights(parameters, self._place(tables.token_classes, ("vocab",)))
         self._buffer_sharding = self.mesh.sharding((None,), (1,))
+        self._rows_sharding = self.mesh.sharding((None,) * 4, (1,) * 4)
         self._images = None
         if self.weights.parameters.vision is not None:
             num_features = buckets.largest(StepKind.PREFILL).num_tokens
@@ -91,12 +102,18 @@ class JaxExecutor:
         if plan.images and self._images is None:
             raise ValueError(f"step {plan.step_index} has images; the model has no image encoder")
         step = self.compiled(plan.kind, plan.bucket)
-        features = ()
+        more = {}
         if self._images is not None and plan.kind is StepKind.PREFILL:
-            features = (self._images.features_of(plan.images),)
-        buffer = jax.device_put(packing.pack(plan).buffer, self._buffer_sharding)
+            more["image_features"] = self._images.features_of(plan.images)
+        packed = packing.pack(plan)
+        buffer = jax.device_put(packed.buffer, self._buffer_sharding)
         self._copy(plan.restores)
-        tokens, self.cache = step(self.weights, buffer, self.cache, *features)
+        if self._engram is not None:
+            rows = self._engram.fetch(
+                packed.token_ids, packed.starts, packed.num_tokens, packed.slots
+            )
+            more["engram_rows"] = jax.device_put(rows, self._rows_sharding)
+        tokens, self.cache = step(self.weights, buffer, self.cache, **more)
         self._copy(plan.snapshots)
         tokens.copy_to_host_async()
         self._in_flight.append((plan, tokens))
@@ -136,6 +153,8 @@ class JaxExecutor:
 
     def _copy(self, pairs: np.ndarray) -> None:
         """Copy state slots: `pairs` [N, 2] of source and destination."""
+        if self._engram is not None:
+            self._engram.copy_slots(pairs)
         for first in range(0, len(pairs), _COPIES_PER_CALL):
             padded = np.zeros((_COPIES_PER_CALL, 2), np.int32)
             some = pairs[first : first + _COPIES_PER_CALL]
@@ -157,7 +176,9 @@ class JaxExecutor:
             directory, self.model_config, place=self._place, parts=parts, report=progress
         )
 
-    def _place(self, array: np.ndarray, names: tuple[str, ...]) -> jax.Array:
+    def _place(self, array: np.ndarray, names: tuple[str, ...]) -> Any:
+        if self._engram_is_on_host and "engram_rows" in names:
+            return array
         # Copied, since a CPU device would go on using the mapped file itself.
         return self.mesh.place(np.array(array), names)
 
@@ -182,8 +203,9 @@ class JaxExecutor:
             report(f"compiling steps: {done} of {total}")
 
         features = None if self._images is None else self._images.features
+        row_shape = None if self._engram is None else self._engram.row_shape
         compiled = compile_steps(
-            self.model, shapes.values(), self.weights, self.cache, progress, features
+            self.model, shapes.values(), self.weights, self.cache, progress, features, row_shape
         )
         return {key: compiled[shape] for key, shape in shapes.items()}
 

@@ -107,7 +107,7 @@ def golden_case(golden: Path) -> tuple[jax.Array, EngramParameters, np.ndarray]:
         memory = np.concatenate([data["eg_k"].reshape(6, -1), data["eg_v"]], axis=1)
         parameters = EngramParameters(
             embed=jnp.asarray(memory),
-            wkv=jnp.eye(memory.shape[1]),
+            wkv=jnp.asarray(np.eye(memory.shape[1], dtype=np.float32)),
             q_weight=jnp.asarray(data["eg_wh"]),
             k_weight=jnp.asarray(data["eg_we"]),
         )
@@ -117,7 +117,7 @@ def golden_case(golden: Path) -> tuple[jax.Array, EngramParameters, np.ndarray]:
 def test_golden_gates(golden: Path) -> None:
     streams, parameters, expected = golden_case(golden)
     step = by_hand.step_of([Row(0, 6, 1)], 6)
-    got = np.array(by_hand.run(add, step, streams, jnp.arange(6)[:, None], parameters))
+    got = np.array(by_hand.run(add, step, streams, jnp.asarray(np.arange(6)[:, None]), parameters))
     # One product is exactly zero. The golden gate is then 1/2, the models' has the sign of +0.
     gate = 1 / (1 + np.exp(-1e-3))
     value = by_hand.f64(parameters.embed)[0, 4 * 64 :]
@@ -132,7 +132,7 @@ def test_image_tokens_and_the_order_of_rows(golden: Path) -> None:
     # Halves of two rows joined in order make one golden row again.
     embed = jnp.asarray(by_hand.f64(parameters.embed).reshape(-1, width), jnp.float32)
     halves = dataclasses.replace(parameters, embed=embed)
-    rows = jnp.asarray([[2 * t, 2 * t + 1] for t in range(6)])
+    rows = np.array([[2 * t, 2 * t + 1] for t in range(6)])
     step = by_hand.step_of([Row(0, 6, 1)], 6, images=(1, 4))
     got = by_hand.run(add, step, streams, rows, halves)
     step = by_hand.step_of([Row(0, 6, 1)], 6)
@@ -145,7 +145,7 @@ def test_image_tokens_and_the_order_of_rows(golden: Path) -> None:
 def test_streams_keep_their_type(golden: Path) -> None:
     streams, parameters, expected = golden_case(golden)
     step = by_hand.step_of([Row(0, 6, 1)], 6)
-    rows = jnp.arange(6)[:, None]
-    got = by_hand.run(add, step, streams.astype(jnp.bfloat16), rows, parameters)
+    rows = jnp.asarray(np.arange(6)[:, None])
+    got = by_hand.run(add, step, jnp.asarray(by_hand.f64(streams), jnp.bfloat16), rows, parameters)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=2**-6, atol=0.03)
+    np.testing.assert_allclose(by_hand.f64(got), expected, rtol=2**-6, atol=0.03)
