@@ -58,6 +58,7 @@ def test_model_directory_and_name() -> None:
         ("images.bytes_max=0", "bytes_max"),
         ("images.pixels_max=0", "pixels_max"),
         ("model.cache_format=int4", "cache_format"),
+        ("model.engram=disk", "engram.*device.*host"),
         ("engine.num_blocks=many", "num_blocks"),
     ],
 )

@@ -35,24 +35,26 @@ def test_configuration_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> 
         model_config = SimpleNamespace(vocab_size=320, max_position_embeddings=99, eos_token_id=1)
         image_geometry = ImageGeometry(318, 14, 3, 64, 1764)
 
-        def __init__(self, *arguments: object, report: object) -> None:
-            made.append((*arguments, report))
+        def __init__(self, *arguments: object, report: object, engram: str) -> None:
+            made.append((*arguments, report, engram))
 
     monkeypatch.setattr(serving.engine.jax_executor, "JaxExecutor", Recorder)
     lines: list[str] = []
     model = load_model(
         configured(
             model__cache_format="noq",
+            model__engram="host",
+            engine__prefix_snapshots=5,
             engine__decode_rows=[3],
             engine__num_blocks=40,
             engine__max_context=256,
         ),
         lines.append,
     )
-    directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report = made[0]
-    assert (directory, cache_format) == (MODEL_DIR, "noq")
+    directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report, engram = made[0]
+    assert (directory, cache_format, engram) == (MODEL_DIR, "noq", "host")
     assert (StepKind.DECODE, Bucket(3, 3, 2)) in list(buckets)
-    assert (num_blocks, num_slots) == (40, 4)
+    assert (num_blocks, num_slots) == (40, 4 + 5), "three rows, padding and five snapshots"
     assert mesh_plan.num_devices == 1
     assert model.facts.images == Recorder.image_geometry
     assert model.codec.special_tokens.token(SpecialToken.Image) == "<｜deepseek_image｜>"
@@ -65,7 +67,7 @@ def test_configuration_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object, report: object) -> None:
+    def broken(*arguments: object, **options: object) -> None:
         raise ValueError("shapes do not match")
 
     monkeypatch.setattr(serving.engine.jax_executor, "JaxExecutor", broken)
