@@ -16,12 +16,14 @@ import numpy as np
 
 from deepinfer_jax.batch import StepBatch, StepShape, buffer_size, last_tokens
 from deepinfer_jax.cache import KVCache, copy_slots
+from deepinfer_jax.controls import Controls, Settings, adjusted
 from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, no_probe
 from deepinfer_jax.model import Model, Weights, forward, logits
+from deepinfer_jax.reports import ReportedResult, emitted_after, report
 from deepinfer_jax.sampling import accept, sample
 
-CompiledStep = Callable[..., tuple[jax.Array, KVCache]]
+CompiledStep = Callable[..., tuple[Any, KVCache]]
 """Takes weights, buffer and cache, and by name whatever else it was compiled with."""
 
 _COMPILE_THREADS = 2
@@ -36,13 +38,15 @@ def run_step(
     cache: KVCache,
     image_features: jax.Array | None = None,
     engram_rows: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache]:
+    controls: Controls | None = None,
+) -> tuple[jax.Array | ReportedResult, KVCache]:
     """One step, not yet compiled.
 
     Args:
         buffer: int32, what `batch.pack` made for `shape`.
         cache: its arrays are written in place when the caller donates them.
         image_features, engram_rows: what `model.forward` takes.
+        controls: None if no row may have any; with them the result is a `ReportedResult`.
 
     Returns:
         sampled tokens [num_samples] int32: one after every token for a decode step (arbitrary
@@ -56,7 +60,13 @@ def run_step(
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
     else:
         token_index = last_tokens(batch)
-    return sample(logits(model, weights, residual, token_index), batch, token_index), cache
+    target = logits(model, weights, residual, token_index)
+    if controls is None:
+        return sample(target, batch, token_index), cache
+    tokens = sample(adjusted(target, batch, token_index, shape, controls), batch, token_index)
+    settings = Settings.unpack(controls.settings, shape)
+    more = (model, weights, residual, batch, shape, settings)
+    return report(tokens, tokens, target, *more), cache
 
 
 class SpeculativeResult(NamedTuple):
@@ -90,8 +100,9 @@ def run_speculative_step(
     cache: KVCache,
     image_features: jax.Array | None = None,
     engram_rows: jax.Array | None = None,
+    controls: Controls | None = None,
     probe: Probe = no_probe,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array | ReportedResult, KVCache]:
     """One step of a model that drafts, not yet compiled.
 
     A prefill step samples after each row's last token. In a decode step a row is its last known
@@ -103,6 +114,7 @@ def run_speculative_step(
             which only the first id counts.
         cache: with `draft`; its arrays are written in place when the caller donates them.
         image_features, engram_rows: what `model.forward` takes.
+        controls: None if no row may have any; with them the result is a `ReportedResult`.
 
     Returns:
         [R, 3 N + 1] int32 for `SpeculativeResult.unpack`, and the cache. Rejected tokens leave
@@ -121,12 +133,18 @@ def run_speculative_step(
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
         target = logits(model, weights, residual, token_index)
-        accepted, following = accept(target, batch, waiting)
-        num_kept = accepted + 1
+        judged = target
+        if controls is not None:
+            judged = adjusted(target, batch, token_index, shape, controls)
+        accepted, following = accept(judged, batch, waiting)
+        num_kept, emitted = accepted + 1, emitted_after(batch, accepted, following)
     else:
         token_index = last_tokens(batch)
         target = logits(model, weights, residual, token_index)
-        following = sample(target, batch, token_index)
+        judged = target
+        if controls is not None:
+            judged = adjusted(target, batch, token_index, shape, controls)
+        emitted = following = sample(judged, batch, token_index)
         accepted, num_kept = jnp.zeros_like(following), batch.num_tokens
     probe("logits", target)
     assert cache.draft is not None
@@ -138,7 +156,12 @@ def run_speculative_step(
     tokens = _emitted(waiting.tokens[batch.slots], accepted, following, rows.is_real)
     words = jax.lax.bitcast_convert_type(confidences, jnp.int32)
     results = jnp.concatenate([tokens, drafted.tokens[batch.slots], words], axis=1)
-    return results, cache._replace(draft=drafted)
+    cache = cache._replace(draft=drafted)
+    if controls is None:
+        return results, cache
+    settings = Settings.unpack(controls.settings, shape)
+    more = (model, weights, residual, batch, shape, settings)
+    return report(results, emitted, target, *more), cache
 
 
 def _emitted(
@@ -158,11 +181,13 @@ def compile_step(
     cache: Any,
     image_features: Any = None,
     engram_row_shape: tuple[int, ...] | None = None,
+    token_counts: Any = None,
 ) -> CompiledStep:
     """Compile one shape for arrays like `weights` and `cache` (arrays or shapes with shardings).
 
     A prefill step also takes `image_features` like the given ones, unless those are None, and
-    every step takes `engram_rows` if their shape per token is given (`HostEngram.row_shape`).
+    every step takes `engram_rows` if their shape per token is given (`HostEngram.row_shape`), and
+    `controls` if `token_counts` like those in them are given.
     """
     buffer = jax.ShapeDtypeStruct((buffer_size(shape),), jnp.int32)
     more: dict[str, Any] = {}
@@ -171,9 +196,19 @@ def compile_step(
     if engram_row_shape is not None:
         rows_shape = (shape.num_tokens, *engram_row_shape)
         more["engram_rows"] = jax.ShapeDtypeStruct(rows_shape, jnp.uint8)
+    if token_counts is not None:
+        more["controls"] = Controls.abstract(shape, token_counts)
     run = run_step if cache.draft is None else run_speculative_step
     step = jax.jit(functools.partial(run, model, shape), donate_argnums=2)
     return step.lower(weights, buffer, cache, **more).compile()
+
+
+def compile_slot_copies(
+    cache: KVCache, num_copies: int
+) -> Callable[[KVCache, np.ndarray, np.ndarray], KVCache]:
+    """Compile `cache.copy_slots` for `num_copies` pairs of slots; the cache is donated."""
+    slots = jax.ShapeDtypeStruct((num_copies,), jnp.int32)
+    return jax.jit(copy_slots, donate_argnums=0).lower(cache, slots, slots).compile()
 
 
 def compile_slot_copies(
@@ -192,14 +227,25 @@ def compile_steps(
     report: Callable[[int, int], None] | None = None,
     image_features: Any = None,
     engram_row_shape: tuple[int, ...] | None = None,
+    token_counts: Any = None,
 ) -> dict[StepShape, CompiledStep]:
-    """Compile all shapes, two at a time; `report(done, total)` is called as they finish."""
+    """Compile all shapes, two at a time; `report(done, total)` is called as they finish.
+
+    The other arguments are those of `compile_step`.
+    """
     wanted = list(dict.fromkeys(shapes))
     compiled: dict[StepShape, CompiledStep] = {}
     with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
         futures = {
             pool.submit(
-                compile_step, model, s, weights, cache, image_features, engram_row_shape
+                compile_step,
+                model,
+                s,
+                weights,
+                cache,
+                image_features,
+                engram_row_shape,
+                token_counts,
             ): s
             for s in wanted
         }

@@ -12,13 +12,17 @@ import numpy as np
 from deepinfer_jax import checkpoint
 from deepinfer_jax.batch import StepShape, pack
 from deepinfer_jax.cache import CacheLayout, KVCache
+from deepinfer_jax.controls import Controls
 from deepinfer_jax.model import Model, Weights
+from deepinfer_jax.reports import ReportedResult
 from deepinfer_jax.steps import SpeculativeResult, run_speculative_step
 from tests.deepinfer_jax import golden_model
 
 PREFILL = StepShape(num_rows=3, num_tokens=80, num_blocks=1, samples_every_token=False)
 DECODE = StepShape(num_rows=3, num_tokens=14, num_blocks=1, samples_every_token=True)
 NUM_DRAFTS = 5
+NUM_SLOTS = 4
+VOCAB_SIZE = 320
 
 PROBED = ("features", "main_x", "raw_hidden", "base_logits", "draft_logits", "scores", "logits")
 
@@ -30,6 +34,7 @@ class Step(NamedTuple):
     """What came of one step."""
 
     result: SpeculativeResult
+    report: ReportedResult
     seen: dict[str, np.ndarray]
     cache: KVCache
 
@@ -47,7 +52,9 @@ def load(cache_format: str) -> tuple[Model, Weights]:
 def layout(cache_format: str) -> CacheLayout:
     """A small cache with room for drafts."""
     model, _ = load(cache_format)
-    return CacheLayout(model.config, model.precision, num_blocks=5, num_slots=4, has_draft=True)
+    return CacheLayout(
+        model.config, model.precision, num_blocks=5, num_slots=NUM_SLOTS, has_draft=True
+    )
 
 
 @functools.cache
@@ -55,12 +62,12 @@ def _program(cache_format: str, shape: StepShape) -> Any:
     model, _ = load(cache_format)
 
     @jax.jit
-    def run(weights: Weights, buffer: jax.Array, cache: KVCache) -> Any:
+    def run(weights: Weights, buffer: jax.Array, cache: KVCache, controls: Controls) -> Any:
         seen: dict[str, Any] = {}
-        words, cache = run_speculative_step(
-            model, shape, weights, buffer, cache, probe=seen.__setitem__
+        report, cache = run_speculative_step(
+            model, shape, weights, buffer, cache, controls=controls, probe=seen.__setitem__
         )
-        return words, {name: seen[name] for name in PROBED}, cache
+        return report, {name: seen[name] for name in PROBED}, cache
 
     return run
 
@@ -70,17 +77,32 @@ def run(
     shape: StepShape,
     rows: list[Row],
     cache: KVCache,
+    controls: Controls | None = None,
     **columns: list[float],
 ) -> Step:
-    """One step; `columns` are sampling settings of the rows, greedy by default."""
+    """One step; `columns` are sampling settings of the rows, greedy by default.
+
+    `controls` are those of `no_controls` by default, which ask for nothing.
+    """
     arrays = golden_model.batch_arrays(shape, rows)
     for name, values in columns.items():
         arrays[name][: len(values)] = values
     _, weights = load(cache_format)
     program = _program(cache_format, shape)
-    words, seen, cache = program(weights, jnp.asarray(pack(arrays, shape)), cache)
-    result = SpeculativeResult.unpack(np.asarray(words))
-    return Step(result, jax.tree.map(np.asarray, seen), cache)
+    used = no_controls(shape) if controls is None else controls
+    report, seen, cache = program(weights, jnp.asarray(pack(arrays, shape)), cache, used)
+    report = jax.tree.map(np.asarray, report)
+    return Step(
+        SpeculativeResult.unpack(report.values), report, jax.tree.map(np.asarray, seen), cache
+    )
+
+
+def no_controls(shape: StepShape) -> Controls:
+    """Controls that ask for nothing, filled with what would show if they were looked at."""
+    counts = jnp.full((NUM_SLOTS, VOCAB_SIZE), 9, jnp.uint16)
+    zeros = Controls.abstract(shape, counts)
+    settings, masks = (jnp.zeros(a.shape, a.dtype) for a in (zeros.settings, zeros.masks))
+    return Controls(settings, masks, counts)
 
 
 def emitted(result: SpeculativeResult, row: int) -> list[int]:
