@@ -211,14 +211,6 @@ def compile_slot_copies(
     return jax.jit(copy_slots, donate_argnums=0).lower(cache, slots, slots).compile()
 
 
-def compile_slot_copies(
-    cache: KVCache, num_copies: int
-) -> Callable[[KVCache, np.ndarray, np.ndarray], KVCache]:
-    """Compile `cache.copy_slots` for `num_copies` pairs of slots; the cache is donated."""
-    slots = jax.ShapeDtypeStruct((num_copies,), jnp.int32)
-    return jax.jit(copy_slots, donate_argnums=0).lower(cache, slots, slots).compile()
-
-
 def compile_steps(
     model: Model,
     shapes: Iterable[StepShape],
