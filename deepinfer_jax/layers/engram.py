@@ -34,7 +34,10 @@ def ngram_classes(
     """
     classes = jnp.where(step.is_image, IMAGE_CLASS, token_classes[token_ids]).astype(jnp.int32)
     order = step.config.engram_max_ngram_size
-    found, exists = step.tokens.history.gather(ring, classes, np.arange(order))
+    # A class needs nothing but the token, so n-grams also reach where windows see nothing.
+    history = step.tokens.history
+    history = history._replace(first_visible=jnp.zeros_like(history.first_visible))
+    found, exists = history.gather(ring, classes, np.arange(order))
     is_text = (exists & (found != IMAGE_CLASS)).astype(jnp.int32)
     unbroken = jnp.cumprod(is_text, axis=1) > 0
     return (

@@ -48,7 +48,7 @@ def jitted_gather(history: TokenHistory, ring: Any, recent: Any, distances: jax.
 def gather(
     history: TokenHistory, ring: np.ndarray, recent: np.ndarray, num_distances: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    distances = jnp.arange(num_distances)
+    distances = jnp.asarray(np.arange(num_distances))
     values, exists = jitted_gather(history, jnp.asarray(ring), jnp.asarray(recent), distances)
     return np.asarray(values), np.asarray(exists)
 
@@ -81,6 +81,20 @@ def test_a_chunk_longer_than_the_ring_finds_its_own_tokens() -> None:
     for t in range(20):
         for d in range(min(6, t + 3)):
             assert values[t, d] == value_at(1, 2 + t - d)
+
+
+def test_what_was_left_out_on_purpose_does_not_exist() -> None:
+    """Neither in the ring nor among tokens of the step that come before it."""
+    rows = ((5, 4, 1),)
+    ring, recent = ring_and_recent(rows)
+    for first_visible in (3, 7):
+        history = history_of(rows, num_padding=0)._replace(
+            first_visible=jnp.asarray([first_visible] * 4, jnp.int32)
+        )
+        _, exists = gather(history, ring, recent, 4)
+        for t, position in enumerate(range(5, 9)):
+            expected = [position - d >= first_visible for d in range(4)]
+            assert exists[t].tolist() == expected
 
 
 def test_wide_values_keep_their_dimensions_and_their_format(rng: np.random.Generator) -> None:

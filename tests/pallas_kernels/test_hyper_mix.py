@@ -16,6 +16,7 @@ from pallas_kernels.reference import hyper_mix as reference
 
 EPS = 1e-6
 hyper_mix = jax.jit(ops.hyper_mix, static_argnames=("iterations", "eps"))
+hyper_finish, hyper_collapse = jax.jit(ops.hyper_finish), jax.jit(ops.hyper_collapse)
 coefficients = jax.jit(reference.coefficients, static_argnames=("iterations", "eps"))
 
 
@@ -52,17 +53,17 @@ def test_golden_coefficients_and_streams(golden: Path) -> None:
         sums = np.asarray(mix.comb).sum(axis=-2), np.asarray(mix.comb).sum(axis=-1)
         np.testing.assert_allclose(sums[0], data["sinkhorn_col_sums"], rtol=0, atol=5e-7)
         np.testing.assert_allclose(sums[1], data["sinkhorn_row_sums"], rtol=0, atol=5e-7)
-        after = ops.hyper_finish(streams, sub_out, mix)
+        after = hyper_finish(streams, sub_out, mix)
         np.testing.assert_allclose(after, data["mhc_new_streams_fp32"], rtol=0, atol=5e-6)
-        narrow = streams.astype(jnp.bfloat16)
-        after = ops.hyper_finish(narrow, sub_out.astype(jnp.bfloat16), mix)
+        narrow = jnp.asarray(data["mhc_streams"], jnp.bfloat16)
+        after = hyper_finish(narrow, jnp.asarray(data["mhc_sub_out"], jnp.bfloat16), mix)
         assert after.dtype == jnp.bfloat16
         expected = data["mhc_new_streams_bf16_ref"]
-        np.testing.assert_allclose(after.astype(jnp.float32), expected, rtol=2**-7, atol=0.02)
-        read = ops.hyper_collapse(narrow, mix.pre)
+        np.testing.assert_allclose(np.asarray(after, np.float32), expected, rtol=2**-7, atol=0.02)
+        read = hyper_collapse(narrow, mix.pre)
         assert read.dtype == jnp.bfloat16
         expected = data["mhc_collapse_bf16_ref"]
-        np.testing.assert_allclose(read.astype(jnp.float32), expected, rtol=2**-7, atol=0.02)
+        np.testing.assert_allclose(np.asarray(read, np.float32), expected, rtol=2**-7, atol=0.02)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 20])
@@ -85,7 +86,7 @@ def test_one_pass_finishes_and_starts(rng: np.random.Generator) -> None:
     pre = rng.random((num_tokens, s))
     fn = rng.standard_normal((s * (2 + s), s * width))
     scale, base = np.array([0.7, 1.3, 0.4]), rng.standard_normal(s * (2 + s))
-    pending = Mix(jnp.zeros((num_tokens, s)), *to_float32(post, comb))
+    pending = Mix(*to_float32(np.zeros((num_tokens, s)), post, comb))
     after, read, mix = hyper_mix(
         *to_float32(streams, output),
         pending,
@@ -112,7 +113,7 @@ def test_one_pass_finishes_and_starts(rng: np.random.Generator) -> None:
 def test_nothing_pending_leaves_the_streams(rng: np.random.Generator) -> None:
     streams = jnp.asarray(rng.standard_normal((2, 3, 4)), jnp.float32)
     pre = jnp.asarray([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
-    zeros = jnp.zeros((15, 12)), jnp.zeros(3), jnp.zeros(15)
+    zeros = to_float32(np.zeros((15, 12)), np.zeros(3), np.zeros(15))
     after, read, mix = hyper_mix(streams, None, None, pre, *zeros, iterations=2, eps=EPS)
     np.testing.assert_array_equal(after, streams)
     np.testing.assert_array_equal(read, [streams[0, 0], streams[1, 2]])
@@ -124,7 +125,7 @@ def test_nothing_pending_leaves_the_streams(rng: np.random.Generator) -> None:
 def test_streams_of_zeros_and_of_tiny_numbers(rng: np.random.Generator) -> None:
     """The norm's epsilon is so small that size does not matter, down to zero itself."""
     fn = jnp.asarray(rng.standard_normal((15, 12)), jnp.float32)
-    scale, base = jnp.ones(3), jnp.asarray(rng.standard_normal(15), jnp.float32)
+    scale, base = to_float32(np.ones(3), rng.standard_normal(15))
     one = rng.standard_normal((3, 4))
     streams = jnp.asarray(np.stack([one, one * 1e-6, one * 0]), jnp.float32)
     mix = coefficients(streams, fn, scale, base, iterations=5, eps=EPS)

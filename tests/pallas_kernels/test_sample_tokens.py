@@ -175,7 +175,7 @@ def test_random_numbers_are_uniform_and_differ_by_seed_and_position() -> None:
     draw = jax.jit(uniform)
     columns = []
     for seed in seeds:
-        numbers = draw(jnp.tile(jnp.asarray(seed, jnp.uint32), (1000, 1)), jnp.arange(1000))
+        numbers = draw(np.tile(np.array(seed, np.uint32), (1000, 1)), np.arange(1000))
         columns.append(np.asarray(numbers, np.float64))
     for numbers in columns:
         assert (numbers >= 0).all()

@@ -48,10 +48,11 @@ class Sequences:
         good = np.array([0, 1, 2, 4, 5, 6, 7, 8, 9, 11, -1, -1, -1])
         self.index = np.stack([rng.permutation(good)[:5] for _ in self.tokens]).astype(np.int32)
         self.index[0] = -1
-        self.history = TokenHistory(
-            *(jnp.asarray([t[i] for t in self.tokens], jnp.int32) for i in (2, 1, 0)),
-            jnp.zeros(len(self.tokens), jnp.int32),
+        slot, start, position = (
+            jnp.asarray([token[i] for token in self.tokens], jnp.int32) for i in range(3)
         )
+        first_visible = jnp.asarray([0] * len(self.tokens), jnp.int32)
+        self.history = TokenHistory(position, start, slot, first_visible)
 
     def run(self, ring: Any, recent: Any, entries: Any, **changes: Any) -> np.ndarray:
         index = None if entries is None else jnp.asarray(self.index)
@@ -141,7 +142,7 @@ def test_a_token_without_any_entry_gives_zero(sequences: Sequences) -> None:
 def test_low_precision_queries_are_widened(sequences: Sequences) -> None:
     s = sequences
     narrow = jnp.asarray(s.q, jnp.bfloat16)
-    s.q = np.asarray(narrow.astype(jnp.float32))
+    s.q = np.asarray(narrow, np.float32)
     expected = s.run(jnp.asarray(s.ring), jnp.asarray(s.recent), None)
     got = sparse_attention(
         narrow,

@@ -38,6 +38,7 @@ class Row(NamedTuple):
     count: int
     slot: int
     blocks: tuple[int, ...] = ()
+    first_visible: int = 0
 
     @property
     def positions(self) -> range:
@@ -54,7 +55,7 @@ def step_of(
     """A step of `num_tokens` tokens, the last ones padding; `images` are indexes of tokens."""
     width = max(1, *(len(row.blocks) for row in rows))
     tables = np.zeros((len(rows), width), np.int32)
-    columns = np.zeros((5, num_tokens), np.int32)
+    columns = np.zeros((6, num_tokens), np.int32)
     # Padding tokens name the last row, stand at position 0 and belong to slot 0.
     columns[0] = len(rows) - 1
     is_real = np.zeros(num_tokens, bool)
@@ -63,17 +64,18 @@ def step_of(
         tables[i, : len(row.blocks)] = row.blocks
         for position in row.positions:
             end = row.start + row.count
-            columns[:, at] = i, position, row.start, row.slot, end
+            columns[:, at] = i, position, row.start, row.slot, end, row.first_visible
             is_real[at] = True
             at += 1
-    index, position, row_start, slot, row_end = (jnp.asarray(column) for column in columns)
+    arrays = [jnp.asarray(column) for column in columns]
+    index, position, row_start, slot, row_end, first_visible = arrays
     return StepContext(
         config=CONFIG,
         precision=precision,
         tokens=TokenView(
             index,
             jnp.asarray(is_real),
-            TokenHistory(position, row_start, slot, jnp.zeros_like(position)),
+            TokenHistory(position, row_start, slot, first_visible),
             row_end,
         ),
         is_image=jnp.asarray(np.isin(np.arange(num_tokens), images)),
@@ -107,9 +109,14 @@ def tokens_of(rows: list[Row], sequences: dict[int, np.ndarray], num_tokens: int
     return jnp.asarray(np.concatenate([joined, padding]))
 
 
-def weight(rng: np.random.Generator, *shape: int) -> jax.Array:
-    """A random matrix that keeps the size of what it multiplies."""
-    return jnp.asarray(rng.standard_normal(shape) / math.sqrt(shape[-1]), jnp.float32)
+def weight(rng: np.random.Generator, *shape: int, size: float = 1.0) -> jax.Array:
+    """A random matrix that multiplies sizes by `size`, near enough."""
+    return jnp.asarray(size * rng.standard_normal(shape) / math.sqrt(shape[-1]), jnp.float32)
+
+
+def filled(value: float, *shape: int) -> jax.Array:
+    """One number everywhere, made without compiling anything."""
+    return jnp.asarray(np.full(shape, value, np.float32))
 
 
 def norm_weight(rng: np.random.Generator, width: int) -> jax.Array:

@@ -115,7 +115,7 @@ def oracle(
 
 
 def empty_ring() -> jax.Array:
-    return jnp.full((NUM_SLOTS, CONFIG.sliding_window + ROLLBACK_MAX, WIDTH), jnp.nan)
+    return by_hand.filled(np.nan, NUM_SLOTS, CONFIG.sliding_window + ROLLBACK_MAX, WIDTH)
 
 
 def inputs(rng: np.random.Generator) -> dict[int, np.ndarray]:
@@ -161,7 +161,7 @@ def test_a_window_layer_in_steps(cuts: list[dict[int, int]], rng: np.random.Gene
 def test_a_quantised_window_is_the_same_from_step_and_ring(rng: np.random.Generator) -> None:
     """Tokens of the running step are rounded as they will be in the ring."""
     parameters, x = random_parameters(rng), inputs(rng)
-    ring = encode(jnp.asarray(np.zeros(empty_ring().shape, np.float32)), FP8_32)
+    ring = encode(by_hand.filled(0, *empty_ring().shape), FP8_32)
     whole, ring_after = in_steps(CUTS["whole"], x, parameters, ring, QUANTISED_CACHE)
     single, _ = in_steps(CUTS["one by one"], x, parameters, ring, QUANTISED_CACHE)
     exact, plain_ring = in_steps(CUTS["whole"], x, parameters, empty_ring())
@@ -184,8 +184,8 @@ def test_a_reusing_layer_adds_the_selected_entries(rng: np.random.Generator) -> 
         chosen = rng.permutation(NUM_BLOCKS * 4)[: t % 9]
         index[t, CONFIG.index_topk - len(chosen) :] = chosen
         entries.reshape(-1, WIDTH)[chosen] = values[chosen]
-    source = SourceCache(jnp.asarray(entries), jnp.zeros((NUM_BLOCKS, 4, 32)), None)
-    selection = Selection(jnp.asarray(index), jnp.zeros((NUM_TOKENS, 4), jnp.int32))
+    source = SourceCache(jnp.asarray(entries), by_hand.filled(0, NUM_BLOCKS, 4, 32), None)
+    selection = Selection(jnp.asarray(index))
     step = by_hand.step_of(rows, NUM_TOKENS)
     tokens = by_hand.tokens_of(rows, x, NUM_TOKENS)
     out, _, source_after, selection_after = by_hand.run(
@@ -222,9 +222,9 @@ def test_a_full_layer_attends_to_what_it_just_made(rng: np.random.Generator) -> 
     )
     rows = [Row(0, 18, 2, BLOCKS[2]), Row(0, 6, 1, BLOCKS[1])]
     source = SourceCache(
-        jnp.full((NUM_BLOCKS, BLOCK_TOKENS // 2, WIDTH), jnp.nan),
-        jnp.full((NUM_BLOCKS, BLOCK_TOKENS // 2, CONFIG.index_head_dim), jnp.nan),
-        jnp.full((NUM_SLOTS, 1 + ROLLBACK_MAX, 2, WIDTH), jnp.nan),
+        by_hand.filled(np.nan, NUM_BLOCKS, BLOCK_TOKENS // 2, WIDTH),
+        by_hand.filled(np.nan, NUM_BLOCKS, BLOCK_TOKENS // 2, CONFIG.index_head_dim),
+        by_hand.filled(np.nan, NUM_SLOTS, 1 + ROLLBACK_MAX, 2, WIDTH),
     )
     step = by_hand.step_of(rows, NUM_TOKENS)
     tokens = by_hand.tokens_of(rows, x, NUM_TOKENS)

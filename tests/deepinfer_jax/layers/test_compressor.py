@@ -47,7 +47,7 @@ class Layer:
             norm=by_hand.norm_weight(rng, WIDTH),
             wgate=by_hand.weight(rng, WIDTH, hidden) if ratio > 1 else None,
         )
-        unused = jnp.zeros((1, 1))
+        unused = by_hand.filled(0, 1, 1)
         self.indexer = IndexerParameters(
             wq_b=unused,
             weights_proj=unused,
@@ -62,9 +62,9 @@ class Layer:
         per_block = BLOCK_TOKENS // self.ratio
         partial = (NUM_SLOTS, self.ratio - 1 + ROLLBACK_MAX, 2, WIDTH)
         return SourceCache(
-            jnp.full((NUM_BLOCKS, per_block, WIDTH), jnp.nan),
-            jnp.full((NUM_BLOCKS, per_block, KEY_WIDTH), jnp.nan),
-            jnp.full(partial, jnp.nan) if self.ratio > 1 else None,
+            by_hand.filled(np.nan, NUM_BLOCKS, per_block, WIDTH),
+            by_hand.filled(np.nan, NUM_BLOCKS, per_block, KEY_WIDTH),
+            by_hand.filled(np.nan, *partial) if self.ratio > 1 else None,
         )
 
     def run(self, source: SourceCache, rows: list[Row], step: StepContext) -> SourceCache:
@@ -155,14 +155,28 @@ def test_a_rejected_token_leaves_no_trace(rng: np.random.Generator) -> None:
         )
 
 
+def test_entries_before_what_is_visible_are_not_made_again(rng: np.random.Generator) -> None:
+    """Others may share them, and their inputs may be wrong here."""
+    layer = Layer(rng, 2)
+    rows = [Row(3, 8, 2, BLOCKS[2], first_visible=6), Row(0, 0, 1, BLOCKS[1])]
+    source = layer.run(layer.empty(), rows, by_hand.step_of(rows, NUM_TOKENS))
+    written = np.isfinite(source.entries[..., 0])
+    places = [(BLOCKS[2][entry // 4], entry % 4) for entry in (3, 4)]
+    assert sorted(zip(*np.nonzero(written), strict=True)) == sorted(places)
+    for entry, place in zip((3, 4), places, strict=True):
+        np.testing.assert_allclose(
+            source.entries[place], layer.oracle(2, entry)[0], rtol=1e-4, atol=1e-5
+        )
+
+
 def test_quantised_pools_hold_rounded_entries(rng: np.random.Generator) -> None:
     layer = Layer(rng, 2)
     rows = [Row(0, 9, 2, BLOCKS[2]), Row(0, 7, 1, BLOCKS[1])]
     plain = layer.run(layer.empty(), rows, by_hand.step_of(rows, NUM_TOKENS))
     empty = layer.empty()
     packed = empty._replace(
-        entries=encode(jnp.zeros_like(empty.entries), NVFP4_16),
-        index_keys=encode(jnp.zeros_like(empty.index_keys), MXFP4_32),
+        entries=encode(by_hand.filled(0, *empty.entries.shape), NVFP4_16),
+        index_keys=encode(by_hand.filled(0, *empty.index_keys.shape), MXFP4_32),
     )
     step = by_hand.step_of(rows, NUM_TOKENS, precision=QUANTISED_CACHE)
     got = layer.run(packed, rows, step)

@@ -71,6 +71,19 @@ def test_ngrams_of_every_cut(cuts: list[tuple[int, int]], rng: np.random.Generat
             assert found[t].tolist() == walk_back(sequences[slot], position), (slot, position)
 
 
+def test_ngrams_reach_into_tokens_that_windows_do_not_see() -> None:
+    """A prompt resumed without its windows brings the last tokens before along for this."""
+    ids = np.arange(100, 120)
+    row = Row(7, 9, 2, first_visible=10)
+    step = by_hand.step_of([row], NUM_TOKENS)
+    padded = np.pad(ids[row.positions], (0, NUM_TOKENS - row.count)).astype(np.int32)
+    ring = jnp.asarray(np.full((NUM_SLOTS, RING), 5, np.int32))
+    args = jnp.asarray(padded), jnp.asarray(TABLES.token_classes), ring
+    found, _ = by_hand.run(classes_of, step, *args)
+    for position in range(10, 16):
+        assert found[position - 7].tolist() == walk_back(ids, position)
+
+
 def test_golden_rows_of_the_released_constants(golden: Path) -> None:
     """Products close to 2^63, in a program whose other integers have 32 bits."""
     released = ModelConfig.released()
@@ -128,6 +141,7 @@ def test_golden_gates(golden: Path) -> None:
 
 def test_image_tokens_and_the_order_of_rows(golden: Path) -> None:
     streams, parameters, _ = golden_case(golden)
+    assert parameters.embed is not None
     width = parameters.embed.shape[1] // 2
     # Halves of two rows joined in order make one golden row again.
     embed = jnp.asarray(by_hand.f64(parameters.embed).reshape(-1, width), jnp.float32)

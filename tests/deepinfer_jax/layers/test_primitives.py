@@ -23,6 +23,7 @@ from deepinfer_jax.layers.primitives import (
     store,
 )
 from deepinfer_jax.precision import CacheFormat, Precision
+from pallas_kernels import ops
 from pallas_kernels.scaled_array import (
     FP8_32,
     FP8_BLOCK32,
@@ -189,3 +190,18 @@ def test_rings_hold_the_last_tokens_of_each_row(form: Any, rng: np.random.Genera
             t += 1
     widened = quantise_dequantise(jnp.asarray(expected), form)
     np.testing.assert_array_equal(decode(got), widened)
+
+
+def test_no_place_of_a_ring_is_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of two writes stays is for the device to choose, so there must be one."""
+    places: list[np.ndarray] = []
+
+    def record(ring: jax.Array, _: jax.Array, outer: jax.Array, inner: jax.Array) -> jax.Array:
+        places.append(np.stack([outer, inner], axis=1))
+        return ring
+
+    monkeypatch.setattr(ops, "cache_append", record)
+    append(by_hand.step_of(RING_ROWS, 16), by_hand.filled(0, 6, 5, 32), by_hand.filled(0, 16, 32))
+    written = [tuple(place) for place in places[0].tolist() if place[0] >= 0]
+    expected = {(row.slot, position % 5) for row in RING_ROWS for position in row.positions}
+    assert sorted(written) == sorted(expected)
