@@ -87,6 +87,7 @@ class DraftRows(NamedTuple):
         positions: int32, the last processed position; the anchor stands one after it.
         slots: int32.
         is_real: bool, false for padding rows.
+        first_visible: int32, position before which the rings hold nothing of the sequence.
         temperatures: float32.  top_ks: int32.  top_ps: float32.
         seeds: [R, 2] uint32, high half first.
     """
@@ -95,6 +96,7 @@ class DraftRows(NamedTuple):
     positions: jax.Array
     slots: jax.Array
     is_real: jax.Array
+    first_visible: jax.Array
     temperatures: jax.Array
     top_ks: jax.Array
     top_ps: jax.Array
@@ -103,11 +105,16 @@ class DraftRows(NamedTuple):
     @classmethod
     def of(cls, batch: StepBatch, anchors: jax.Array, num_kept: jax.Array) -> "DraftRows":
         """Rows of a step that kept `num_kept` [R] of their tokens and sampled `anchors` [R]."""
+        first_visible = jnp.zeros_like(batch.starts)
+        for starts in (batch.visible_starts, batch.tail_starts):
+            if starts is not None:
+                first_visible = jnp.maximum(first_visible, starts)
         return cls(
             anchors=anchors,
             positions=batch.starts + num_kept - 1,
             slots=batch.slots,
             is_real=batch.num_tokens > 0,
+            first_visible=first_visible,
             temperatures=batch.temperatures,
             top_ks=batch.top_ks,
             top_ps=batch.top_ps,
@@ -218,7 +225,7 @@ def _block_step(arithmetic: Arithmetic, rows: DraftRows, probe: Probe) -> StepCo
             position=start + offset,
             row_start=start,
             slot=jnp.where(rows.is_real, rows.slots, 0)[row],
-            first_visible=jnp.zeros_like(start),
+            first_visible=rows.first_visible[row],
         ),
         row_end=start + length,
     )

@@ -3,7 +3,9 @@ of every intermediate value, after prompts that went through the paged cache; it
 helpers by themselves.
 """
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,42 +70,86 @@ def test_chunks_and_company_do_not_change_the_drafts(golden: Path, cache_format:
     assert not any(np.any(np.asarray(a[0])) for a in (cache.draft.tokens, cache.draft.logits))
 
 
-def test_settings_of_the_confidence_head(golden: Path) -> None:
-    model, weights = golden_draft.load("noq")
-    ids = np.load(golden / "forward.npz")["ids_24"]
-    cache = golden_draft.layout("noq").zeros()
-    step = golden_draft.run("noq", PREFILL, [(ids, 0, 2, [3])], cache)
-    calibration = (0.5, 1.0, 2.0, 1e-3, 3.0)
-    rows = DraftRows(
+def drafted_rows(step: golden_draft.Step, first_visible: int) -> DraftRows:
+    """The rows of `step` again: one sequence of 24 tokens in slot 2."""
+    return DraftRows(
         anchors=jnp.asarray(step.result.tokens[:, 0]),
         positions=jnp.asarray([23, -1, -1]),
         slots=jnp.asarray([2, 0, 0]),
         is_real=jnp.asarray([True, False, False]),
+        first_visible=jnp.asarray([first_visible, 0, 0]),
         temperatures=jnp.zeros(3),
         top_ks=jnp.zeros(3, jnp.int32),
         top_ps=jnp.ones(3),
         seeds=jnp.zeros((3, 2), jnp.uint32),
     )
 
-    @jax.jit
-    def redraft(cache: DraftCache) -> jax.Array:
-        settings = DraftSettings(calibration, reads_normalised=True)
-        arithmetic = Arithmetic(model.config, model.precision)
-        return draft(arithmetic, settings, weights.parameters, cache, rows)[0]
 
-    assert step.cache.draft is not None and weights.parameters.draft is not None
-    confidences = np.asarray(redraft(step.cache.draft))[0]
-    module = weights.parameters.draft
+CALIBRATION = (0.5, 1.0, 2.0, 1e-3, 3.0)
+
+
+@functools.cache
+def redraft() -> Any:
+    """`(weights, draft cache, rows) -> confidences`, read in the other way and with CALIBRATION."""
+    model, _ = golden_draft.load("noq")
+    settings = DraftSettings(CALIBRATION, reads_normalised=True)
+    arithmetic = Arithmetic(model.config, model.precision)
+    return jax.jit(lambda weights, *rest: draft(arithmetic, settings, weights, *rest)[0])
+
+
+@functools.cache
+def step_of_24() -> golden_draft.Step:
+    ids = np.load(golden_model.DIRECTORY.parent / "forward.npz")["ids_24"]
+    cache = golden_draft.layout("noq").zeros()
+    return golden_draft.run("noq", PREFILL, [(ids, 0, 2, [3])], cache)
+
+
+def test_settings_of_the_confidence_head() -> None:
+    _, weights = golden_draft.load("noq")
+    step, module = step_of_24(), weights.parameters.draft
+    assert step.cache.draft is not None and module is not None
+    confidences = redraft()(weights.parameters, step.cache.draft, drafted_rows(step, 0))[0]
     raw = step.seen["raw_hidden"][0].astype(np.float64)
     hidden = raw / np.sqrt(np.mean(raw**2, axis=1, keepdims=True)) * np.asarray(module.norm, float)
     before = [int(step.result.tokens[0, 0]), *step.result.drafts[0, :-1]]
     markov = np.asarray(module.markov_embed, float)[before]
     weight = np.asarray(module.confidence_proj, float)[0]
-    scores = np.concatenate([hidden, markov], axis=1) @ weight / np.array(calibration)
+    scores = np.concatenate([hidden, markov], axis=1) @ weight / np.array(CALIBRATION)
     assert np.abs(scores[3]) > 60, "one score is to be clipped"
     expected = 1 / (1 + np.exp(-np.clip(scores, -60, 60)))
     np.testing.assert_allclose(confidences, expected, rtol=1e-3, atol=1e-5)
     assert np.abs(confidences - step.result.confidences[0]).max() > 0.05
+
+
+def test_what_the_rings_do_not_hold_is_not_seen() -> None:
+    _, weights = golden_draft.load("noq")
+    step = step_of_24()
+    clean = step.cache.draft
+    assert clean is not None
+    # The window of eight reaches from 16 to 23; what lies before 20 belongs to nobody.
+    strange = clean._replace(
+        rings=tuple(
+            ring.at[2, jnp.arange(16, 20) % ring.shape[1]].set(np.nan) for ring in clean.rings
+        )
+    )
+    parameters, rows = weights.parameters, drafted_rows(step, 20)
+    seen = redraft()(parameters, clean, rows)[0]
+    np.testing.assert_array_equal(redraft()(parameters, strange, rows)[0], seen)
+    everything = redraft()(parameters, clean, drafted_rows(step, 0))[0]
+    assert np.abs(np.asarray(seen) - np.asarray(everything)).max() > 1e-3
+
+
+def test_rows_of_a_step_know_where_their_past_begins() -> None:
+    batch = golden_model.to_batch(DECODE, golden_model.batch_arrays(DECODE, ROWS))
+    kept = jnp.asarray([2, 1, 6])
+    rows = DraftRows.of(batch, jnp.asarray([1, 2, 3]), kept)
+    np.testing.assert_array_equal(rows.positions, [41, 7, 14])
+    np.testing.assert_array_equal(rows.first_visible, 0)
+    short = batch._replace(
+        visible_starts=jnp.asarray([30, 2, 0]), tail_starts=jnp.asarray([0, 5, 9])
+    )
+    rows = DraftRows.of(short, jnp.asarray([1, 2, 3]), kept)
+    np.testing.assert_array_equal(rows.first_visible, [30, 5, 9])
 
 
 def test_settings_that_contradict_themselves_are_refused() -> None:
