@@ -25,6 +25,15 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled programs are kept beside pytest's other notes: several tests and the processes that
+    they start compile the same steps, and so does the next run.
+    """
+    cache = getattr(config, "cache", None)
+    if cache is not None:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("compiled")))
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """Random numbers, the same ones in every run."""
