@@ -11,11 +11,13 @@ the same ring of token classes as the device does, and before a step is dispatch
 
 None of this waits for the device, so while one step runs the rows of the next are being fetched.
 
-*Why threads*: rows that are not in memory come from a disk, one page fault each, and a disk answers
-many of them in the time of one.
+*Why threads and advice*: rows that are not in memory come from a disk, one page fault each, and a
+disk answers many of them in the time of one. Unless told that reads are random, the system reads
+128 KiB around each: thirty times as much (measured: 527 MB instead of 17 MB for 4,096 rows).
 """
 
 import dataclasses
+import mmap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -68,6 +70,8 @@ class HostEngram:
             (np.asarray(table.codes).view(np.uint8), np.asarray(table.scale).view(np.uint8))
             for table in tables
         ]
+        for leaf in (leaf for leaves in self._leaves for leaf in leaves):
+            _expect_random_reads(leaf)
         self.row_shape = (len(tables), constants.moduli.shape[1], sum(widths))
         self._code_width = widths[0]
         self._threads = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="engram")
@@ -139,6 +143,17 @@ class HostEngram:
         stays = position >= (starts + num_tokens)[row] - length
         self._rings[slot[stays], position[stays] % length] = classes[stays]
         return np.where(unbroken, found, self._constants.pad_class)
+
+
+def _expect_random_reads(array: np.ndarray) -> None:
+    """Keep the system from reading ahead in `array`, if that is part of a mapped file."""
+    owner: object = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, mmap.mmap):
+        begin = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+        inside = begin % mmap.PAGESIZE
+        owner.madvise(mmap.MADV_RANDOM, begin - inside, array.nbytes + inside)
 
 
 def detach_tables(parameters: Parameters) -> tuple[Parameters, list[ScaledArray]]:

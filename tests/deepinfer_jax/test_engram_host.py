@@ -7,6 +7,8 @@ tested with the executor.
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +152,36 @@ def test_bytes_are_the_values_of_the_table(rng: np.random.Generator) -> None:
         rows = np.array([expected_rows(ids, p)[i] for p in range(6)])
         read = unpack_rows(jnp.asarray(fetched[:, i]), width)
         np.testing.assert_array_equal(decode(read), decode(whole)[rows])
+
+
+def test_the_system_reads_nothing_ahead_in_a_mapped_table(tmp_path: Path) -> None:
+    paths = [tmp_path / f"table{i}" for i in range(2)]
+    tables = []
+    for path, whole in zip(paths, mapped(), strict=True):
+        codes, scale = whole.codes.tobytes(), whole.scale.tobytes()
+        # The table does not begin at a page, and something else comes first.
+        path.write_bytes(bytes(9999) + codes + scale)
+        content = np.asarray(np.memmap(path, np.uint8, mode="r"))[9999:]
+        parts = content[: len(codes)], content[len(codes) :]
+        tables.append(
+            jax.tree.map(lambda a, b: b.view(a.dtype).reshape(a.shape), whole, _like(whole, parts))
+        )
+    memory = HostEngram(CONFIG, TABLES, tables, (3, RING))
+    ids = np.arange(5, 11)
+    expected = [expected_rows(ids, p) for p in range(6)]
+    np.testing.assert_array_equal(numbers(step_of(memory, [(ids, 0, 6, 1)])), expected)
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("only Linux shows the advice given for a mapping")
+    for path in paths:
+        after = smaps.read_text().split(str(path))[1:]
+        flags = [re.findall(r"VmFlags: (.*)", mapping)[0].split() for mapping in after]
+        # The page before the table is a mapping of its own.
+        assert ["rr" in f for f in flags] == [False, True]
+
+
+def _like(whole: ScaledArray, parts: tuple[np.ndarray, np.ndarray]) -> ScaledArray:
+    return ScaledArray(*parts, whole.format)
 
 
 def test_tables_of_another_model_are_refused() -> None:
