@@ -1,0 +1,1 @@
+"""Training of the small model that ships with the project."""
