@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from serving import LLM, SamplingParams
+from tests.e2e.pictures import chat, picture
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -35,6 +36,14 @@ def test_nothing_compiles_after_start_up(llm: LLM, compilations: list[str]) -> N
         prompts = [[3 + length % 9] * length for length in lengths]
         for params in (greedy, sampled):
             assert len(llm.generate(prompts, params)) == len(prompts)
+    assert compilations == []
+
+
+def test_nothing_compiles_for_images_of_any_size(llm: LLM, compilations: list[str]) -> None:
+    greedy = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    for sizes in ([(1, 1)], [(60, 40), (9, 90)], [(400, 300)], [(20, 2000)]):
+        messages = chat(*(picture(3, width, height) for width, height in sizes))
+        assert len(llm.generate([messages], greedy)) == 1
     assert compilations == []
 
 
