@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import steps
-from deepinfer_jax.batch import buffer_size
+from deepinfer_jax.batch import StepShape, buffer_size
 from deepinfer_jax.cache import ROLLBACK_MAX, CacheLayout, KVCache
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.engram_tables import EngramTables
+from deepinfer_jax.model import Model, Weights
+from deepinfer_jax.parameter_table import abstract_parameters
 from deepinfer_jax.precision import CacheFormat, Precision
 from deepinfer_jax.steps import SpeculativeResult, compile_step, run_speculative_step
+from deepinfer_jax.topology import Topology
 from tests.deepinfer_jax import golden_draft, golden_model
 from tests.deepinfer_jax.golden_draft import DECODE, NUM_DRAFTS, PREFILL, Step
 
@@ -40,7 +44,7 @@ class Running(NamedTuple):
         return [n + len(text) - 1 for n, text in zip(self.lengths, self.texts, strict=True)]
 
 
-def begin(cache_format: str, **columns: list[float]) -> Running:
+def begin(cache_format: str, **columns: Any) -> Running:
     """The prompts of 7 and of 24 tokens, after prefill."""
     prompts = [np.load(GOLDEN / "forward.npz")[f"ids_{n}"] for n in (7, 24)]
     rows = [(ids, 0, s, b) for ids, s, b in zip(prompts, SLOTS, BLOCKS, strict=True)]
@@ -56,7 +60,7 @@ def advance(
     running: Running,
     num_drafts: list[int],
     only: int | None = None,
-    **columns: list[float],
+    **columns: Any,
 ) -> tuple[Running, Step, list[np.ndarray]]:
     """One decode step of both sequences, or of `only` one, and the logits of the kept tokens."""
     members = [0, 1] if only is None else [only]
@@ -239,3 +243,23 @@ def test_models_that_cannot_draft_get_no_room(changed: dict[str, Any], message: 
     with pytest.raises(ValueError, match=message):
         CacheLayout(config, Precision(), 3, 3, has_draft=True)
     CacheLayout(config, Precision(), 3, 3)
+
+
+def test_a_speculative_step_of_the_released_model_traces() -> None:
+    config = ModelConfig.released()
+    last_class = config.engram_compressed_vocab_size - 1
+    classes = np.minimum(np.arange(config.vocab_size), last_class).astype(np.int32)
+    precision = Precision(jnp.bfloat16, CacheFormat.KVQ, quantise_activations=True)
+    model = Model(config, Topology.of(config), EngramTables.of(config, classes), precision)
+    abstract_classes: Any = jax.ShapeDtypeStruct(classes.shape, jnp.int32)
+    weights = Weights(abstract_parameters(config, {"text", "draft"}), abstract_classes)
+    given = CacheLayout(config, precision, 20_000, 257, has_draft=True).abstract()
+    shape = StepShape(num_rows=256, num_tokens=1536, num_blocks=64, samples_every_token=True)
+    buffer = jax.ShapeDtypeStruct((buffer_size(shape),), jnp.int32)
+    step = functools.partial(run_speculative_step, model, shape)
+    words, cache = jax.eval_shape(step, weights, buffer, given)
+    assert words.shape == (256, 3 * config.dspark_block_size + 1)
+    # The cache can be updated in place only if it comes back as it went in.
+    assert jax.tree.structure(cache) == jax.tree.structure(given)
+    for after, before in zip(jax.tree.leaves(cache), jax.tree.leaves(given), strict=True):
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
