@@ -207,7 +207,7 @@ def _dotted(node: ast.AST) -> str | None:
 
 def _import_names(requirements: list[str]) -> frozenset[str]:
     """Names under which the distributions of a requirements list are imported."""
-    special = {"orbax_checkpoint": "orbax", "pyyaml": "yaml", "pyzmq": "zmq"}
+    special = {"orbax_checkpoint": "orbax", "pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq"}
     names: set[str] = set()
     for requirement in requirements:
         word = ""
