@@ -109,6 +109,7 @@ class JaxExecutor:
         buffer = jax.device_put(packed.buffer, self._buffer_sharding)
         self._copy(plan.restores)
         if self._engram is not None:
+            # Right only because every token id of a plan is known on the host.
             rows = self._engram.fetch(
                 packed.token_ids, packed.starts, packed.num_tokens, packed.slots
             )
