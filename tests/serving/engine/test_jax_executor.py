@@ -4,6 +4,7 @@ events.
 """
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,14 +23,24 @@ from sharding.plan import ShardingError, load_plan
 BUCKETS = BucketTable(
     {StepKind.PREFILL: [Bucket(2, 16, 2)], StepKind.DECODE: [Bucket(1, 1, 2), Bucket(4, 4, 2)]}
 )
+FEW_BUCKETS = BucketTable(
+    {StepKind.PREFILL: [Bucket(2, 16, 2)], StepKind.DECODE: [Bucket(4, 4, 2)]}
+)
 NUM_SNAPSHOTS = 3
+DIRECTORY = Path(__file__).parents[2] / "golden" / "tiny-v41"
 
 
 @pytest.fixture(scope="module")
 def executor() -> JaxExecutor:
     """The golden checkpoint on one device."""
-    directory = Path(__file__).parents[2] / "golden" / "tiny-v41"
-    return JaxExecutor(directory, "kvq", BUCKETS, 12, 5 + NUM_SNAPSHOTS, load_plan("single"))
+    return JaxExecutor(DIRECTORY, "kvq", BUCKETS, 12, 5 + NUM_SNAPSHOTS, load_plan("single"))
+
+
+@pytest.fixture(scope="module")
+def host_executor() -> JaxExecutor:
+    """The same with the Engram tables in host memory, and fewer buckets to compile."""
+    plan = load_plan("single")
+    return JaxExecutor(DIRECTORY, "kvq", FEW_BUCKETS, 12, 5 + NUM_SNAPSHOTS, plan, engram="host")
 
 
 @pytest.fixture
@@ -46,7 +57,12 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def _engine(executor: JaxExecutor, num_snapshots: int = NUM_SNAPSHOTS) -> Engine:
+def _engine(
+    executor: JaxExecutor,
+    num_snapshots: int = NUM_SNAPSHOTS,
+    in_flight_max: int = 1,
+    buckets: BucketTable = BUCKETS,
+) -> Engine:
     facts = ModelFacts(
         executor.model_config.vocab_size,
         executor.model_config.max_position_embeddings,
@@ -59,8 +75,9 @@ def _engine(executor: JaxExecutor, num_snapshots: int = NUM_SNAPSHOTS) -> Engine
         vocab_size=facts.vocab_size,
         eos_token_id=facts.eos_token_id,
         num_snapshots=num_snapshots,
+        in_flight_max=in_flight_max,
     )
-    return Engine(limits, BUCKETS, random.Random(7))
+    return Engine(limits, buckets, random.Random(7))
 
 
 def _run(engine: Engine, executor: JaxExecutor) -> dict[str, list[int]]:
@@ -117,6 +134,76 @@ def test_tokens_do_not_depend_on_what_was_computed_before(
     assert outputs[0] == outputs[1]
     assert len({tuple(tokens) for tokens in outputs[0]}) == 2
     assert compilations == []
+
+
+def test_engram_in_host_memory_changes_no_token(
+    executor: JaxExecutor, host_executor: JaxExecutor, rng: np.random.Generator
+) -> None:
+    """Prompts of several chunks, company, reused slots, and a prefix that is gone on from."""
+    long = tuple(rng.integers(3, 300, 140).tolist())
+    prompts = [long[:n] for n in (1, 3, 17, 40)] + [(*long[:135], *range(3, 12)), long]
+    outputs = []
+    for one in (executor, host_executor):
+        engine = _engine(one, buckets=FEW_BUCKETS)
+        outputs.append({})
+        engine.admit(Request("long", long, SamplingParams(max_tokens=3, temperature=0.0)))
+        outputs[-1].update(_run(engine, one))
+        for i, prompt in enumerate(prompts):
+            sampling = SamplingParams(12, temperature=i % 2, seed=i, ignore_eos=True)
+            engine.admit(Request(str(i), prompt, sampling))
+        outputs[-1].update(_run(engine, one))
+    assert outputs[0] == outputs[1]
+    assert len({tuple(tokens) for tokens in outputs[0].values()}) == 7
+
+
+def test_engram_in_host_memory_leaves_the_devices(
+    executor: JaxExecutor, host_executor: JaxExecutor
+) -> None:
+    num_bytes = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(one.weights))
+        for one in (executor, host_executor)
+    ]
+    # Rows of 64 codes and two scales.
+    assert num_bytes[0] - num_bytes[1] == sum(executor.model_config.engram_num_embeddings) * 66
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(host_executor.weights))
+
+
+def test_host_rows_are_fetched_while_a_step_runs(
+    host_executor: JaxExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk never ends; the second is dispatched with its rows all the same."""
+
+    class Running:
+        def copy_to_host_async(self) -> None: ...
+
+        def __array__(self) -> np.ndarray:
+            raise AssertionError("waited for a step that runs")
+
+    sent: list[np.ndarray] = []
+
+    def step(weights: object, buffer: object, cache: object, **more: jax.Array) -> object:
+        sent.append(np.asarray(more["engram_rows"]))
+        return Running(), cache
+
+    monkeypatch.setattr(host_executor, "compiled", lambda kind, bucket: step)
+    monkeypatch.setattr(host_executor, "_in_flight", deque())
+    engine = _engine(host_executor, in_flight_max=2)
+    prompt = tuple(range(3, 31))
+    engine.admit(Request("a", prompt, SamplingParams(max_tokens=3)))
+    for _ in range(2):
+        plan = engine.plan()
+        assert plan is not None
+        host_executor.submit(plan)
+    # The n-grams of a repeated prompt repeat themselves, whatever chunks they come in.
+    assert len(sent) == 2 and sent[1][:12].any(axis=(2, 3)).all()
+    again = _engine(host_executor, num_snapshots=0, in_flight_max=2)
+    again.admit(Request("b", prompt[10:], SamplingParams(max_tokens=3)))
+    plan = again.plan()
+    assert plan is not None
+    host_executor.submit(plan)
+    # From its fourth token on, the second prompt has the same past as the first from the 14th.
+    np.testing.assert_array_equal(sent[2][3:6], sent[0][13:16])
+    np.testing.assert_array_equal(sent[2][6:16], sent[1][:10])
 
 
 def test_results_come_in_the_order_of_the_plans(executor: JaxExecutor) -> None:
