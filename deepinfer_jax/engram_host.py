@@ -139,9 +139,8 @@ class HostEngram:
             self._rings[slot[:, None], at % length],
         )
         unbroken = np.logical_and.accumulate((at >= 0) & (found != IMAGE_CLASS), axis=1)
-        # A chunk longer than the ring would write some places twice; only the last ones count.
-        stays = position >= (starts + num_tokens)[row] - length
-        self._rings[slot[stays], position[stays] % length] = classes[stays]
+        # A chunk longer than the ring writes some places twice, and the last write stays.
+        self._rings[slot, position % length] = classes
         return np.where(unbroken, found, self._constants.pad_class)
 
 
