@@ -9,6 +9,9 @@ A model with an image encoder has one more array on the device: the features of 
 prefill step at hand, each row standing for the token of the same index. Images are encoded into it
 by steps of their own, dispatched right before the prefill step that reads them.
 
+What only few requests ask for, controls, is further arguments of every step. For a step in which
+nobody does, these lie on the device already.
+
 Engram tables lie on the devices like all weights, or stay in the mapped checkpoint. Then the rows
 of a step are read on the host while earlier steps run, and are sent along with its buffer.
 """
@@ -22,19 +25,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import batch, checkpoint, vision
+from deepinfer_jax import batch, checkpoint, controls, vision
 from deepinfer_jax.batch import StepShape
 from deepinfer_jax.cache import CacheLayout, KVCache
+from deepinfer_jax.controls import Controls
 from deepinfer_jax.engram_host import HostEngram, detach_tables
 from deepinfer_jax.model import Model, Weights
 from deepinfer_jax.parameters import Parameters, VisionParameters
 from deepinfer_jax.precision import CacheFormat, Precision
+from deepinfer_jax.reports import ReportedResult
 from deepinfer_jax.steps import CompiledStep, compile_slot_copies, compile_steps
 from deepinfer_jax.topology import Topology
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.controls import LogprobColumns, StepReport
 from serving.core.image_layout import ImageGeometry
 from serving.core.step_plan import StepImage, StepPlan, StepResult
-from serving.engine import packing
+from serving.engine import control_packing, packing
 from sharding.mesh import DeviceMesh
 from sharding.plan import MeshPlan
 
@@ -42,6 +48,9 @@ Report = Callable[[str], None]
 
 _COPIES_PER_CALL = 8
 """State slots that one compiled copy copies; a step seldom starts or ends more prefixes."""
+
+_EDITS_PER_CALL = 4096
+"""Counts of tokens that one compiled change sets; a prompt with more takes several."""
 
 
 class JaxExecutor:
@@ -88,9 +97,11 @@ class JaxExecutor:
             self._images = _ImageEncoder(
                 self.model, self.weights.parameters.vision, self.mesh, num_features, report
             )
+        vocab_size = self.model_config.vocab_size
+        self._controls = _DeviceControls(self.mesh, buckets, num_slots, vocab_size)
         self._steps = self._compile(buckets, report)
         self._copy_slots = compile_slot_copies(self.cache, _COPIES_PER_CALL)
-        self._in_flight: deque[tuple[StepPlan, jax.Array]] = deque()
+        self._in_flight: deque[tuple[StepPlan, ReportedResult]] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         """Dispatch a step; does not wait for it.
@@ -102,7 +113,7 @@ class JaxExecutor:
         if plan.images and self._images is None:
             raise ValueError(f"step {plan.step_index} has images; the model has no image encoder")
         step = self.compiled(plan.kind, plan.bucket)
-        more = {}
+        more: dict[str, Any] = {"controls": self._controls.of_step(plan)}
         if self._images is not None and plan.kind is StepKind.PREFILL:
             more["image_features"] = self._images.features_of(plan.images)
         packed = packing.pack(plan)
@@ -114,10 +125,15 @@ class JaxExecutor:
                 packed.token_ids, packed.starts, packed.num_tokens, packed.slots
             )
             more["engram_rows"] = jax.device_put(rows, self._rows_sharding)
-        tokens, self.cache = step(self.weights, buffer, self.cache, **more)
+        result, self.cache = step(self.weights, buffer, self.cache, **more)
         self._copy(plan.snapshots)
-        tokens.copy_to_host_async()
-        self._in_flight.append((plan, tokens))
+        result = _wanted(plan, result)
+        jax.tree.map(lambda array: array.copy_to_host_async(), result)
+        self._in_flight.append((plan, result))
+
+    def no_controls(self, kind: StepKind, bucket: Bucket) -> Controls:
+        """The argument `controls` of a compiled step in which no row has any."""
+        return self._controls.neutral(kind, bucket)
 
     @property
     def image_geometry(self) -> ImageGeometry | None:
@@ -148,9 +164,16 @@ class JaxExecutor:
         Raises:
             IndexError: nothing was submitted.
         """
-        plan, tokens = self._in_flight.popleft()
+        plan, result = self._in_flight.popleft()
         num_real = len(plan.token_ids) if plan.kind is StepKind.DECODE else plan.num_rows
-        return StepResult(plan.step_index, np.asarray(tokens)[:num_real])
+        tokens = np.asarray(result.values)[:num_real]
+        if result.sampled is None:
+            return StepResult(plan.step_index, tokens)
+        sampled = LogprobColumns(*map(np.asarray, result.sampled))
+        prompt = None
+        if result.prompt is not None:
+            prompt = LogprobColumns(*map(np.asarray, result.prompt))
+        return StepResult(plan.step_index, tokens, StepReport(sampled, prompt))
 
     def _copy(self, pairs: np.ndarray) -> None:
         """Copy state slots: `pairs` [N, 2] of source and destination."""
@@ -206,9 +229,74 @@ class JaxExecutor:
         features = None if self._images is None else self._images.features
         row_shape = None if self._engram is None else self._engram.row_shape
         compiled = compile_steps(
-            self.model, shapes.values(), self.weights, self.cache, progress, features, row_shape
+            self.model,
+            shapes.values(),
+            self.weights,
+            self.cache,
+            progress,
+            features,
+            row_shape,
+            self._controls.counts,
         )
         return {key: compiled[shape] for key, shape in shapes.items()}
+
+
+class _DeviceControls:
+    """The controls of steps. `counts` is [slots, vocabulary], what penalties go by."""
+
+    def __init__(
+        self, mesh: DeviceMesh, buckets: BucketTable, num_slots: int, vocab_size: int
+    ) -> None:
+        self._sharding = mesh.sharding((None,), (1,))
+        self._masks_sharding = mesh.sharding((None, None), (1, 1))
+        self._num_mask_words = controls.mask_words(vocab_size)
+        self.counts = mesh.place(np.zeros((num_slots, vocab_size), np.uint16), (None, None))
+        self._neutral = {
+            (kind, bucket): (
+                self._put_settings(control_packing.pack_settings(None, bucket)),
+                self._put_masks(None, kind, bucket),
+            )
+            for kind, bucket in buckets
+        }
+        edits = [
+            jax.ShapeDtypeStruct((n,), jnp.int32) for n in (num_slots, *3 * (_EDITS_PER_CALL,))
+        ]
+        set_counts = jax.jit(controls.set_counts, donate_argnums=0)
+        self._set_counts = set_counts.lower(self.counts, *edits).compile()
+
+    def neutral(self, kind: StepKind, bucket: Bucket) -> Controls:
+        """The controls of a step in which no row has any."""
+        return Controls(*self._neutral[kind, bucket], self.counts)
+
+    def of_step(self, plan: StepPlan) -> Controls:
+        """The controls of a step; dispatches the changes of counts that it needs."""
+        wanted = plan.controls
+        if wanted is None:
+            return self.neutral(plan.kind, plan.bucket)
+        if wanted.count_edits is not None:
+            num_slots = self.counts.shape[0]
+            for call in control_packing.split_edits(wanted.count_edits, _EDITS_PER_CALL, num_slots):
+                self.counts = self._set_counts(self.counts, *call)
+        settings = self._put_settings(control_packing.pack_settings(wanted, plan.bucket))
+        _, masks = self._neutral[plan.kind, plan.bucket]
+        if wanted.masks is not None:
+            masks = self._put_masks(wanted.masks, plan.kind, plan.bucket)
+        return Controls(settings, masks, self.counts)
+
+    def _put_settings(self, words: np.ndarray) -> jax.Array:
+        return jax.device_put(words, self._sharding)
+
+    def _put_masks(self, masks: np.ndarray | None, kind: StepKind, bucket: Bucket) -> jax.Array:
+        packed = control_packing.pack_masks(masks, kind, bucket, self._num_mask_words)
+        return jax.device_put(packed, self._masks_sharding)
+
+
+def _wanted(plan: StepPlan, result: ReportedResult) -> ReportedResult:
+    """The result without what nobody asked for, which need not be copied to the host."""
+    wanted = plan.controls
+    if wanted is None or not (wanted.reports or (wanted.next_tokens >= 0).any()):
+        return result._replace(sampled=None, prompt=None)
+    return result if (wanted.next_tokens >= 0).any() else result._replace(prompt=None)
 
 
 class _ImageEncoder:
@@ -269,8 +357,11 @@ def check_layout(bucket: Bucket, shape: StepShape) -> None:
     expected = {name: (dims, np.dtype(t)) for name, (dims, t) in batch.fields(shape).items()}
     assert list(packed.items()) == list(expected.items()), (packed, expected)
     assert packing.IMAGE_FEATURE == batch.IMAGE_FEATURE
+    settings = {name: (p.shape, p.dtype) for name, p in control_packing.layout(bucket).items()}
+    wanted = {name: (dims, np.dtype(t)) for name, (dims, t) in controls.fields(shape).items()}
+    assert list(settings.items()) == list(wanted.items()), (settings, wanted)
 
 
-def _compute_dtype() -> type:
+def _compute_dtype() -> Any:
     # A CPU computes in float32 anyway, and bfloat16 there only costs conversions and accuracy.
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
