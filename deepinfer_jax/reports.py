@@ -37,7 +37,8 @@ class Logprobs(NamedTuple):
 
 
 class ReportedResult(NamedTuple):
-    """What a step with controls returns; log probabilities are zeros unless they are wanted.
+    """What a step with controls returns; log probabilities are zeros unless they are wanted, and
+    None where they have been taken out.
 
     Attributes:
         values: what the step returns without controls.
@@ -49,7 +50,7 @@ class ReportedResult(NamedTuple):
     """
 
     values: jax.Array
-    sampled: Logprobs
+    sampled: Logprobs | None
     prompt: Logprobs | None
 
 

@@ -108,8 +108,13 @@ def _time_raw(executor: JaxExecutor, plan: StepPlan, num_steps: int) -> float:
     seconds = 0.0
     for i in range(num_steps + 1):
         started = time.perf_counter()
-        tokens, executor.cache = step(executor.weights, buffer, executor.cache)
-        tokens.block_until_ready()
+        result, executor.cache = step(
+            executor.weights,
+            buffer,
+            executor.cache,
+            controls=executor.no_controls(plan.kind, plan.bucket),
+        )
+        result.values.block_until_ready()
         seconds += (time.perf_counter() - started) * (i > 0)
     return seconds / num_steps
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import BucketTable, StepKind
-from serving.core.request import Request, RequestError
+from serving.core.request import TOOL_KINDS, Request, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,33 @@ def check_request(request: Request, limits: EngineLimits, buckets: BucketTable) 
         )
     _check_ids(request.prompt_token_ids, limits.vocab_size, "prompt")
     _check_ids(request.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
+    biased = tuple(token for token, _ in request.sampling.logit_bias)
+    _check_ids(biased, limits.vocab_size, "logit_bias")
+    _check_constraint(request, limits)
     _check_images(request, limits, buckets)
+
+
+def _check_constraint(request: Request, limits: EngineLimits) -> None:
+    """A constrained text must be able to end where its constraint is satisfied, and only there."""
+    if request.constraint is None:
+        return
+    param = request.constraint.param
+    if limits.eos_token_id is None:
+        raise RequestError(
+            f"{param} needs a model with an end-of-sequence token; this one has none", param
+        )
+    if request.sampling.ignore_eos:
+        raise RequestError(
+            f"ignore_eos together with {param}: a constrained text ends with that token; leave "
+            "one of them out",
+            "ignore_eos",
+        )
+    if request.sampling.stop_token_ids and request.constraint.kind not in TOOL_KINDS:
+        raise RequestError(
+            f"stop_token_ids together with {param}: they could end the text before it has the "
+            "wanted form; leave one of them out",
+            "stop_token_ids",
+        )
 
 
 def _check_images(request: Request, limits: EngineLimits, buckets: BucketTable) -> None:

@@ -17,6 +17,12 @@ SEED_MAX = 2**63 - 1
 STOP_TOKEN_IDS_MAX = 64
 """Stop tokens are compared for every row of every step, so their number is bounded."""
 
+LOGIT_BIASES_MAX = 300
+"""Room for biases is compiled into every step."""
+
+TOP_LOGPROBS_MAX = 20
+"""The most likely tokens that a step reports for each token."""
+
 
 class FinishReason(enum.Enum):
     """Why a sequence ended. The value is the spelling that offline output rows use."""
@@ -57,9 +63,17 @@ class SamplingParams:
     `stop_token_ids` end a sequence like the end-of-sequence token does, and `ignore_eos` makes
     the end-of-sequence token an ordinary one.
 
+    `min_p` leaves out the tokens less likely than that share of the most likely one.
+    `repetition_penalty` (1 is none) divides the positive logits of tokens in prompt or output and
+    multiplies negative ones; `presence_penalty` is taken from the logit of each token in the
+    output and `frequency_penalty` as often as it occurs there. `logit_bias` are pairs of token and
+    what is added to its logit.
+
+    `logprobs` and `prompt_logprobs` ask for the log probability of each output or prompt token and
+    of so many of the most likely tokens beside it; None asks for nothing.
+
     Raises:
-        RequestError: a value lies outside its range, or there are more than `STOP_TOKEN_IDS_MAX`
-            stop tokens.
+        RequestError: a value lies outside its range, or a list is too long.
     """
 
     max_tokens: int = 256
@@ -69,6 +83,22 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the next token depends on how often others have occurred."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -95,6 +125,44 @@ class SamplingParams:
                 f"{STOP_TOKEN_IDS_MAX}",
                 "stop_token_ids",
             )
+        self._check_controls()
+
+    def _check_controls(self) -> None:
+        """Comparisons are written so that not-a-number fails them."""
+        ranges = {
+            "min_p": (0.0, 1.0),
+            "presence_penalty": (-2.0, 2.0),
+            "frequency_penalty": (-2.0, 2.0),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise RequestError(f"{name} is {value}; expected {low:g} to {high:g}", name)
+        if not 0.0 < self.repetition_penalty <= 2.0:
+            raise RequestError(
+                f"repetition_penalty is {self.repetition_penalty}; expected more than 0 and at "
+                "most 2 (1 is none)",
+                "repetition_penalty",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= TOP_LOGPROBS_MAX:
+                raise RequestError(
+                    f"{name} is {value}; expected 0 to {TOP_LOGPROBS_MAX} most likely tokens", name
+                )
+        if len(self.logit_bias) > LOGIT_BIASES_MAX:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} tokens; expected at most "
+                f"{LOGIT_BIASES_MAX}",
+                "logit_bias",
+            )
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise RequestError("logit_bias names a token twice; expected once", "logit_bias")
+        for token, value in self.logit_bias:
+            if not -100.0 <= value <= 100.0:
+                raise RequestError(
+                    f"logit_bias of token {token} is {value}; expected -100 to 100", "logit_bias"
+                )
 
 
 class ConstraintKind(enum.Enum):
@@ -111,6 +179,9 @@ class ConstraintKind(enum.Enum):
     GRAMMAR = "grammar"
     TOOL_CALL = "tool_call"
     TOOL_CALL_REQUIRED = "tool_call_required"
+
+
+TOOL_KINDS = (ConstraintKind.TOOL_CALL, ConstraintKind.TOOL_CALL_REQUIRED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +243,17 @@ class Request:
     constraint: OutputConstraint | None = None
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """The natural logarithm of a token's probability, and those of the most likely tokens.
+
+    They are the model's own, before penalties, biases, masks and temperature. `top` are pairs of
+    token and log probability, the likeliest first, as many as were asked for.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """The tokens that one step added to one request, in order; the last delta has a reason.
 
@@ -179,6 +261,11 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     generated and counts as such. Whoever makes text leaves it out when the reason is `STOP`.
     `token_ids` may be empty in the last delta (an abort). `num_cached_tokens` is the part of the
     prompt whose KV was reused rather than computed.
+
+    `logprobs` has an entry for each of `token_ids`, if they were asked for. `prompt_logprobs`
+    comes once, with the first token: an entry for each prompt token, None for the first one and
+    for those of images. `error` says why the reason is `ERROR`, where that concerns this request
+    alone.
 
     *Why a msgspec struct*: one is made per row of every step, at a tenth of the cost of a frozen
     dataclass.
@@ -189,3 +276,6 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    error: str | None = None

@@ -54,6 +54,7 @@ class RunningTable:
         stop_tokens: [S, K] int32, tokens that end the sequence, then -1.
         temperatures: [S] float32.   top_ks: [S] int32.   top_ps: [S] float32.
         seeds: [S] int64.
+        is_controlled: [S] bool, rows whose sequence has controls.
         sequences: the sequence of each row, None where there is none.
         blocks, slots: the pools.
         prefixes: what may be shared. Slots `num_slots` and up are for its snapshots.
@@ -88,6 +89,7 @@ class RunningTable:
         self.top_ks = np.zeros(num_slots, np.int32)
         self.top_ps = np.ones(num_slots, np.float32)
         self.seeds = np.zeros(num_slots, np.int64)
+        self.is_controlled = np.zeros(num_slots, bool)
         self._phases = np.zeros(num_slots, np.int8)
         self._retiring: list[int] = []
         # Blocks that were replaced by equal ones, with the newest step that uses them.
@@ -123,6 +125,8 @@ class RunningTable:
 
     def num_usable_blocks(self, sequence: Sequence) -> int:
         """Blocks that a waiting sequence need not compute; its last token it always must."""
+        if sequence.request.sampling.prompt_logprobs is not None:
+            return 0  # What is not computed has no logits.
         return self.prefixes.num_usable(self.whole_keys(sequence))
 
     def num_held_blocks(self, sequence: Sequence, num_blocks: int) -> int:
@@ -154,6 +158,7 @@ class RunningTable:
         self.top_ks[row] = sampling.top_k
         self.top_ps[row] = sampling.top_p
         self.seeds[row] = sequence.seed
+        self.is_controlled[row] = sequence.controls is not None
         self._set_stop_tokens(row, sequence.stop_token_ids)
         self._phases[row] = _PREFILL
 

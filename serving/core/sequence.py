@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from serving.core.controls import SequenceControls
 from serving.core.prefix import PrefixKey, next_key
 from serving.core.request import FinishReason, Request, TokenDelta
 
@@ -52,6 +53,7 @@ class Sequence:
         prefix_keys: keys of its first blocks, as far as they were asked for.
         num_cached_tokens: prompt tokens it did not compute when it started; None before that.
         tail_key: the prefix that ends in the newest snapshot of what it generated, if it has one.
+        controls: what it asks of its tokens beyond temperature, top_k and top_p; None for nothing.
     """
 
     sequence_id: int
@@ -69,6 +71,7 @@ class Sequence:
     prefix_keys: list[PrefixKey] = field(default_factory=list[PrefixKey])
     num_cached_tokens: int | None = None
     tail_key: PrefixKey | None = None
+    controls: SequenceControls | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from serving.core.buckets import Bucket, StepKind
+from serving.core.controls import StepControls, StepReport
 from serving.core.request import RequestImage
 
 
@@ -50,6 +51,7 @@ class StepPlan:
         restores: [N, 2] int32, (snapshot slot, state slot) pairs that are copied, the first onto
             the second, before the step.
         snapshots: [M, 2] int32, (state slot, snapshot slot) pairs that are copied after the step.
+        controls: what rows ask of their tokens beyond the columns above; None if none does.
     """
 
     step_index: int
@@ -68,6 +70,7 @@ class StepPlan:
     images: tuple[StepImage, ...] = ()
     restores: np.ndarray = field(default_factory=no_copies)
     snapshots: np.ndarray = field(default_factory=no_copies)
+    controls: StepControls | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +84,9 @@ class StepResult:
 
     `token_ids` is [R] int32 after a prefill step (the token after each row's last one) and
     [T] int32 after a decode step (the token after each input token, rows one after another).
+    `report` has the log probabilities that the plan's controls ask for, None if they ask for none.
     """
 
     step_index: int
     token_ids: np.ndarray
+    report: StepReport | None = None

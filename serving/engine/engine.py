@@ -23,9 +23,11 @@ from typing import Protocol
 
 import numpy as np
 
-from serving.core import decode_scheduler, prefill_scheduler
+from serving.core import decode_scheduler, prefill_scheduler, step_controls
 from serving.core.admission import EngineLimits, check_limits, check_request, length_max
 from serving.core.buckets import BucketTable, StepKind
+from serving.core.controls import controls_of
+from serving.core.grammar import Grammar
 from serving.core.prefill_scheduler import WaitingQueue
 from serving.core.prefix import root_key
 from serving.core.request import (
@@ -121,8 +123,8 @@ class Engine:
         """Whether a request is unfinished or a step in flight."""
         return bool(self._sequences or self._in_flight)
 
-    def admit(self, request: Request) -> None:
-        """Queue a request.
+    def admit(self, request: Request, grammar: Grammar | None = None) -> None:
+        """Queue a request; `grammar` is what its constraint was compiled to, if it has one.
 
         Raises:
             RequestError: it can never be served; `param` names the field at fault.
@@ -151,6 +153,7 @@ class Engine:
             stop_token_ids=tuple(sorted(stops)),
             length_limit=min(len(prompt) + sampling.max_tokens, self._length_max),
             root_key=root_key(self.limits.fingerprint, request.cache_salt),
+            controls=controls_of(request, grammar),
         )
         # Hashed now, so that planning only looks up.
         self._table.whole_keys(sequence)
@@ -225,7 +228,12 @@ class Engine:
         self._snapshots.settle(plan.step_index)
         # A chunk that is not a prompt's last one samples too, but its token means nothing.
         is_sampled = is_running & (table.num_tokens[plan.slots] == ends)
+        controlled = [] if plan.controls is None else self._take_prompts(plan, result, is_running)
         deltas = self._add_tokens(plan.kind, plan.slots[is_sampled], result.token_ids[is_sampled])
+        for index, sequence in controlled:
+            if is_sampled[index]:
+                at = int(is_sampled[:index].sum())
+                deltas[at] = self._take_tokens(sequence, plan, index, result, deltas[at])
         table.settle(plan.step_index)
         return deltas
 
@@ -320,6 +328,9 @@ class Engine:
             images=images,
             restores=table.take_restores(),
             snapshots=self._snapshots.plan(step_index, rows, ends, kind is StepKind.PREFILL),
+            controls=step_controls.plan_controls(
+                table, kind, rows, starts, num_tokens, token_ids, self.limits.vocab_size
+            ),
         )
 
     def _add_tokens(self, kind: StepKind, rows: np.ndarray, tokens: np.ndarray) -> list[TokenDelta]:
@@ -346,6 +357,27 @@ class Engine:
             table.leave(row_list[index], SequenceStatus.FINISHED)
             deltas[index] = sequence.delta((token_list[index],), reason)
         return deltas
+
+    def _take_prompts(
+        self, plan: StepPlan, result: StepResult, is_running: np.ndarray
+    ) -> list[tuple[int, Sequence]]:
+        """Take what the step says of prompts; the rows that have controls and still run."""
+        rows = step_controls.controlled_rows(self._table, plan.slots)
+        rows = [(index, sequence) for index, sequence in rows if is_running[index]]
+        if result.report is not None:
+            for index, sequence in rows:
+                step_controls.take_prompt_report(sequence, plan, index, result.report)
+        return rows
+
+    def _take_tokens(
+        self, sequence: Sequence, plan: StepPlan, index: int, result: StepResult, delta: TokenDelta
+    ) -> TokenDelta:
+        """The delta of a row that has controls; ends its request if these say so."""
+        is_over = delta.finish_reason is not None
+        delta = step_controls.take_tokens(sequence, plan, index, result.report, delta)
+        if delta.finish_reason is FinishReason.ERROR and not is_over:
+            self.abort(delta.request_id, FinishReason.ERROR)
+        return delta
 
     def _requeue_preempted(self) -> None:
         for sequence in self._table.take_preempted():
