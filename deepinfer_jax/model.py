@@ -79,29 +79,14 @@ def forward(
         and the cache with this step's entries written.
     """
     config, parameters = model.config, weights.parameters
-    is_feature = batch.token_ids == IMAGE_FEATURE
-    token_ids = jnp.where(is_feature, config.image_token_id, batch.token_ids)
-    step = StepContext(
-        config=config,
-        precision=model.precision,
-        tokens=TokenView.of(batch),
-        is_image=token_ids == config.image_token_id,
-        block_tables=batch.block_tables,
-        probe=probe,
-    )
-    with jax.named_scope("embedding"):
-        h = embedding(parameters.embed, token_ids)
-        if image_features is not None:
-            h = jnp.where(is_feature[:, None], image_features[: h.shape[0]].astype(h.dtype), h)
+    step, token_ids, residual = _start(model, parameters, batch, image_features, probe)
     classes, class_ring = ngram_classes(
         token_ids, weights.token_classes, cache.classes, model.engram, step
     )
-    residual = Residual.start(h.astype(model.precision.compute_dtype), config.hc_mult)
     selection = Selection()
     features: list[jax.Array] = []
     rings = list(cache.rings)
     sources = dict(zip(config.kv_source_layer_ids, cache.sources, strict=True))
-    first_upper = model.topology.num_encoder_layers
     for layer, layer_parameters in zip(model.topology.layers, parameters.layers, strict=True):
         here = step.of_layer(layer.layer_index)
         residual = _with_engram(
@@ -117,7 +102,8 @@ def forward(
             own = sources[layer.layer_index]
             own = compress(x, compressor, indexer, layer.ratio, own, here)
             sources[layer.layer_index] = own
-        if replay is not None and layer.layer_index == first_upper:
+        if replay is not None and layer.layer_index == model.topology.num_encoder_layers:
+            _check_upper(replay, model.topology)
             step, x, residual, features = _upper_step(step, batch, replay, x, residual, features)
             here = step.of_layer(layer.layer_index)
         out, rings[layer.layer_index], selection = attention(
@@ -138,11 +124,52 @@ def forward(
     return residual, KVCache(tuple(rings), tuple(sources.values()), class_ring, draft)
 
 
+def _start(
+    model: Model,
+    parameters: Parameters,
+    batch: StepBatch,
+    image_features: jax.Array | None,
+    probe: Probe,
+) -> tuple[StepContext, jax.Array, Residual]:
+    """The step, its token ids with the image token's where a feature stands, and the streams."""
+    config = model.config
+    is_feature = batch.token_ids == IMAGE_FEATURE
+    token_ids = jnp.where(is_feature, config.image_token_id, batch.token_ids)
+    step = StepContext(
+        config=config,
+        precision=model.precision,
+        tokens=TokenView.of(batch),
+        is_image=token_ids == config.image_token_id,
+        block_tables=batch.block_tables,
+        probe=probe,
+    )
+    with jax.named_scope("embedding"):
+        h = embedding(parameters.embed, token_ids)
+        if image_features is not None:
+            h = jnp.where(is_feature[:, None], image_features[: h.shape[0]].astype(h.dtype), h)
+    return step, token_ids, Residual.start(h.astype(model.precision.compute_dtype), config.hc_mult)
+
+
 def upper_batch(batch: StepBatch, replay: Replay | None) -> StepBatch:
     """The tokens that are left after the last layer: all, or the tail that `replay` keeps."""
     if replay is None or not replay.num_tail_tokens:
         return batch
     return tail_tokens(batch, replay.num_tail_tokens)[1]
+
+
+def _check_upper(replay: Replay, topology: Topology) -> None:
+    """The tail alone cannot pass an Engram, whose n-grams were formed for all tokens.
+
+    Raises:
+        ValueError: a layer from the last KV source up has one.
+    """
+    upper = topology.layers[topology.num_encoder_layers :]
+    with_engram = [layer.layer_index for layer in upper if layer.engram_index is not None]
+    if replay.num_tail_tokens and with_engram:
+        raise ValueError(
+            f"layers {with_engram} have an Engram and lie above the last KV source; a prompt's "
+            "tail cannot run alone there: use replay without num_tail_tokens"
+        )
 
 
 def _upper_step(

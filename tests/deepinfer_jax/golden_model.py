@@ -23,8 +23,9 @@ DIRECTORY = Path(__file__).parents[1] / "golden" / "tiny-v41"
 PASS_SHAPE = StepShape(num_rows=4, num_tokens=136, num_blocks=2, samples_every_token=True)
 """One row holds the longest golden prompt, and there is padding of rows and of tokens.
 
-All golden comparisons run in this one shape: XLA sums in another order for another number of tokens,
-and a quantised value within float32 noise of a rounding midpoint would then fall to its other side."""
+All golden comparisons run in this one shape: XLA sums in another order for another number of
+tokens, and a quantised value within float32 noise of a rounding midpoint would then fall to its
+other side."""
 
 
 @functools.cache

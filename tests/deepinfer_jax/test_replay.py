@@ -3,6 +3,7 @@ history masks exactly what is absent. Method: `mask`, which drops nothing, as th
 `compact`; equality with the exact model wherever the bounds leave nothing out.
 """
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from deepinfer_jax.batch import Replay, StepBatch, StepShape, last_tokens, pack
 from deepinfer_jax.cache import KVCache
 from deepinfer_jax.model import Weights, forward, logits, upper_batch
+from deepinfer_jax.topology import Topology
 from tests.deepinfer_jax import golden_model
 
 LENGTH = 77
@@ -179,3 +181,17 @@ def _assert_equal_caches(cache: KVCache, expected: KVCache, tail_start: int) -> 
         kept = slice(None) if layer.is_encoder else places
         np.testing.assert_allclose(ring[SLOT][kept], other[SLOT][kept], rtol=0, atol=2e-5)
     np.testing.assert_array_equal(cache.classes, expected.classes)
+
+
+def test_an_engram_above_the_split_is_refused(ids: np.ndarray) -> None:
+    model, weights = golden_model.load("noq")
+    layers = list(model.topology.layers)
+    layers[7] = dataclasses.replace(layers[7], engram_index=0)
+    odd = model._replace(topology=Topology(tuple(layers)))
+    shape = compact(8)
+    arrays = golden_model.batch_arrays(shape, [(ids[:1], 0, SLOT, [BLOCK])])
+    arrays |= {name: np.zeros(2, np.int32) for name in ("tail_starts", "visible_starts")}
+    batch = StepBatch.unpack(jnp.asarray(pack(arrays, shape)), shape)
+    cache = golden_model.layout(model).zeros()
+    with pytest.raises(ValueError, match=r"layers \[7\] have an Engram"):
+        jax.eval_shape(lambda: forward(odd, weights, cache, batch, replay=shape.replay))
