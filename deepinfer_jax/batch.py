@@ -20,6 +20,10 @@ from pallas_kernels.history import TokenHistory
 IMAGE_FEATURE = -1
 """Stands in `token_ids` for an image token whose embedding is computed from the image."""
 
+LAST_SAMPLED = -2
+"""Stands in `token_ids` for the token that the row's slot sampled last, which need not be known on
+the host yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -58,7 +62,8 @@ class StepBatch(NamedTuple):
     """One step. Padding tokens have `row_index` R; padding rows have `num_tokens` 0.
 
     Attributes:
-        token_ids: [T] int32; `IMAGE_FEATURE` where an image feature takes an embedding's place.
+        token_ids: [T] int32; `IMAGE_FEATURE` where an image feature takes an embedding's place,
+            `LAST_SAMPLED` where the token is on the device only.
         row_index: [T] int32, row of each token; the tokens of a row are adjacent and in order.
         starts: [R] int32, position of each row's first token.
         num_tokens: [R] int32.
@@ -146,6 +151,21 @@ def fields(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
         **(replay if shape.replay is not None else {}),
         "block_tables": ((shape.num_rows, shape.num_blocks), np.int32),
     }
+
+
+def feed_sampled(batch: StepBatch, sampled: jax.Array) -> StepBatch:
+    """The batch with `sampled[slot]` in the places of `LAST_SAMPLED`; `sampled` [S] int32."""
+    row = jnp.minimum(batch.row_index, batch.starts.shape[0] - 1)
+    is_reference = batch.token_ids == LAST_SAMPLED
+    token_ids = jnp.where(is_reference, sampled[batch.slots[row]], batch.token_ids)
+    return batch._replace(token_ids=token_ids)
+
+
+def keep_sampled(batch: StepBatch, tokens: jax.Array, sampled: jax.Array) -> jax.Array:
+    """`sampled` [S] int32 with the `tokens` [R] in the slots of the real rows."""
+    # One past the end is dropped.
+    place = jnp.where(batch.num_tokens > 0, batch.slots, sampled.shape[0])
+    return sampled.at[place].set(tokens, mode="drop")
 
 
 class TokenView(NamedTuple):

@@ -70,20 +70,22 @@ class KVCache(NamedTuple):
         rings: per layer [num_slots, ring_length, head_dim] window entries.
         sources: one per member of `kv_source_layer_ids`, in order.
         classes: [num_slots, engram_max_ngram_size - 1 + ROLLBACK_MAX] int32, ring of token classes.
+        sampled: [num_slots] int32, the token sampled last, which the next step feeds.
         draft: None for a model that does not draft.
     """
 
     rings: tuple[Any, ...]
     sources: tuple[SourceCache, ...]
     classes: jax.Array
+    sampled: jax.Array
     draft: DraftCache | None = None
 
 
 def copy_slots(cache: KVCache, sources: jax.Array, destinations: jax.Array) -> KVCache:
     """The cache with the state of the slots `sources` [N] int32 in `destinations` [N] too.
 
-    No slot is both. Pairs of zeros are padding. Drafts that wait are not copied, because they
-    belong to the token sampled last and not to a prefix.
+    No slot is both. Pairs of zeros are padding. The token sampled last and the drafts that wait are
+    not copied, because they do not belong to a prefix.
     """
 
     def copy(state: Any) -> Any:
@@ -158,7 +160,7 @@ class CacheLayout:
     def bytes_per_slot(self) -> int:
         """Bytes of one state slot over all layers."""
         cache = self.abstract()
-        state = (cache.rings, [s.partial for s in cache.sources], cache.classes, cache.draft)
+        state = (cache.rings, [s.partial for s in cache.sources], *cache[2:])
         return _nbytes(state) // self.num_slots
 
     def abstract(self) -> KVCache:
@@ -186,6 +188,7 @@ class CacheLayout:
             classes=jnp.zeros(
                 (self.num_slots, c.engram_max_ngram_size - 1 + ROLLBACK_MAX), jnp.int32
             ),
+            sampled=jnp.zeros(self.num_slots, jnp.int32),
             draft=self._draft() if self.has_draft else None,
         )
 
@@ -222,7 +225,7 @@ class CacheLayout:
         )
         draft = DraftCache((ring,) * c.num_nextn_predict_layers, column, column, draft_logits)
         rings = (ring,) * c.num_hidden_layers
-        return KVCache(rings, sources, column, draft if self.has_draft else None)
+        return KVCache(rings, sources, column, ("slots",), draft if self.has_draft else None)
 
     def _store(self, shape: tuple[int, ...], form: Format | None) -> Any:
         if form is None:

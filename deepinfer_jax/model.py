@@ -121,7 +121,9 @@ def forward(
     draft = cache.draft
     if draft is not None:
         draft = append_context(features, draft_module(parameters), draft, step)
-    return residual, KVCache(tuple(rings), tuple(sources.values()), class_ring, draft)
+    return residual, cache._replace(
+        rings=tuple(rings), sources=tuple(sources.values()), classes=class_ring, draft=draft
+    )
 
 
 def _start(

@@ -92,7 +92,7 @@ class StateSize(NamedTuple):
     Attributes:
         window_rings: window entries of every layer, with room for rows that are taken back.
         partial_groups: inputs of unfinished compression groups, likewise.
-        token_classes: of the last tokens, for Engram.
+        token_classes: of the last tokens, for Engram, with the token sampled last.
         draft_rings: window entries of the draft blocks; 0 without a draft module.
         draft_proposals: waiting drafts and the distributions they were drawn from; likewise.
     """
@@ -237,8 +237,10 @@ def _state(layout: CacheLayout) -> StateSize:
     c = layout.config
     ring = layout.ring_length * _stored_bytes(c.head_dim, layout.precision.cache_format.window)
     rings = ring * c.num_hidden_layers
-    classes = layout.abstract().classes
-    class_bytes = classes.dtype.itemsize * math.prod(classes.shape[1:])
+    cache = layout.abstract()
+    class_bytes = sum(
+        leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in (cache.classes, cache.sampled)
+    )
     draft_rings = proposals = 0
     if c.num_nextn_predict_layers:
         drafting = CacheLayout(

@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.batch import StepBatch, StepShape, buffer_size, last_tokens
+from deepinfer_jax.batch import (
+    StepBatch,
+    StepShape,
+    buffer_size,
+    feed_sampled,
+    keep_sampled,
+    last_tokens,
+)
 from deepinfer_jax.cache import KVCache, copy_slots
 from deepinfer_jax.controls import Controls, Settings, adjusted
 from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
@@ -52,7 +59,7 @@ def run_step(
         sampled tokens [num_samples] int32: one after every token for a decode step (arbitrary
         after padding), one after each row's last token for a prefill step. And the cache.
     """
-    batch = StepBatch.unpack(buffer, shape)
+    batch = feed_sampled(StepBatch.unpack(buffer, shape), cache.sampled)
     residual, cache = forward(
         model, weights, cache, batch, image_features=image_features, engram_rows=engram_rows
     )
@@ -61,9 +68,14 @@ def run_step(
     else:
         token_index = last_tokens(batch)
     target = logits(model, weights, residual, token_index)
+    adapted = target
+    if controls is not None:
+        adapted = adjusted(target, batch, token_index, shape, controls)
+    tokens = sample(adapted, batch, token_index)
+    newest = tokens[last_tokens(batch)] if shape.samples_every_token else tokens
+    cache = cache._replace(sampled=keep_sampled(batch, newest, cache.sampled))
     if controls is None:
-        return sample(target, batch, token_index), cache
-    tokens = sample(adjusted(target, batch, token_index, shape, controls), batch, token_index)
+        return tokens, cache
     settings = Settings.unpack(controls.settings, shape)
     more = (model, weights, residual, batch, shape, settings)
     return report(tokens, tokens, target, *more), cache
@@ -126,7 +138,7 @@ def run_speculative_step(
     if cache.draft is None:
         raise ValueError("the cache has no room for drafts; lay it out with has_draft")
     draft_module(weights.parameters)
-    batch, waiting = StepBatch.unpack(buffer, shape), cache.draft
+    batch, waiting = feed_sampled(StepBatch.unpack(buffer, shape), cache.sampled), cache.draft
     if shape.samples_every_token:
         batch = fill_drafts(batch, waiting)
     residual, cache = forward(model, weights, cache, batch, probe, image_features, engram_rows)
@@ -156,7 +168,8 @@ def run_speculative_step(
     tokens = _emitted(waiting.tokens[batch.slots], accepted, following, rows.is_real)
     words = jax.lax.bitcast_convert_type(confidences, jnp.int32)
     results = jnp.concatenate([tokens, drafted.tokens[batch.slots], words], axis=1)
-    cache = cache._replace(draft=drafted)
+    sampled = keep_sampled(batch, following, cache.sampled)
+    cache = cache._replace(draft=drafted, sampled=sampled)
     if controls is None:
         return results, cache
     settings = Settings.unpack(controls.settings, shape)
@@ -203,12 +216,14 @@ def compile_step(
     return step.lower(weights, buffer, cache, **more).compile()
 
 
-def compile_slot_copies(
-    cache: KVCache, num_copies: int
-) -> Callable[[KVCache, np.ndarray, np.ndarray], KVCache]:
-    """Compile `cache.copy_slots` for `num_copies` pairs of slots; the cache is donated."""
-    slots = jax.ShapeDtypeStruct((num_copies,), jnp.int32)
-    return jax.jit(copy_slots, donate_argnums=0).lower(cache, slots, slots).compile()
+def compile_slot_copies(cache: KVCache, num_copies: int) -> Callable[[KVCache, jax.Array], KVCache]:
+    """Compile `cache.copy_slots` for [2, `num_copies`] int32 sources and destinations.
+
+    The cache is donated.
+    """
+    slots = jax.ShapeDtypeStruct((2, num_copies), jnp.int32)
+    step = jax.jit(lambda cache, slots: copy_slots(cache, slots[0], slots[1]), donate_argnums=0)
+    return step.lower(cache, slots).compile()
 
 
 def compile_steps(

@@ -105,6 +105,7 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
         num_blocks=capacity.num_blocks,
         num_slots=capacity.num_slots,
         num_snapshots=capacity.num_snapshots,
+        in_flight_max=options.steps_in_flight,
         context_max=options.max_context,
         vocab_size=facts.vocab_size,
         eos_token_id=facts.eos_token_id,

@@ -78,6 +78,8 @@ class EngineOptions:
     `decode_rows`: sequences in one decode step, ascending; the last is how many run at once.
     `prefix_snapshots`: places in computed prompts from which other requests can go on; 0 turns the
     reuse of prefixes off.
+    `steps_in_flight`: steps dispatched before the first one's tokens are looked at; 2 hides the
+    host's work behind the device's, 1 does not.
     `waiting_max`: requests that may wait for room; more are refused.
     `step_timeout_s`: a step that takes longer means that the device is lost.
     """
@@ -88,6 +90,7 @@ class EngineOptions:
     prefill_rows: int = 8
     decode_rows: tuple[int, ...] = (1, 8, 32)
     prefix_snapshots: int = 64
+    steps_in_flight: int = 2
     waiting_max: int = 512
     step_timeout_s: float = 120.0
 
@@ -100,7 +103,7 @@ class EngineOptions:
                 list(sizes),
                 "positive sizes in ascending order, at least one",
             )
-        for name in ("max_context", "prefill_rows", "waiting_max"):
+        for name in ("max_context", "prefill_rows", "steps_in_flight", "waiting_max"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.prefix_snapshots >= 0, "prefix_snapshots", self.prefix_snapshots, "0 or more")
         _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "more than 0")

@@ -22,7 +22,7 @@ class EngineLimits:
             the device after the `num_slots`; with 0 nothing is shared.
         fingerprint: names the model and the form of its cache in the keys of prefixes.
         block_size: tokens of a block.
-        in_flight_max: steps planned but not committed at one time.
+        in_flight_max: steps planned but not committed at one time; 1 is the synchronous engine.
     """
 
     num_blocks: int

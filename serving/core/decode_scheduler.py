@@ -13,17 +13,15 @@ from serving.core.running_table import RunningTable
 def choose_rows(table: RunningTable, buckets: BucketTable) -> np.ndarray:
     """The rows of the next decode step, ascending, with blocks claimed; empty if none can run.
 
-    A row is ready when its newest token is known and not yet fed to the model. The table may lose
-    sequences by preemption.
+    The token to feed need not be known yet. The table may lose sequences by preemption.
     """
-    rows = table.decoding_rows
-    rows = rows[table.num_scheduled[rows] < table.num_tokens[rows]]
-    num_blocks = table.blocks_for(table.num_tokens[rows])
+    rows = table.generating_rows
+    num_blocks = table.blocks_for(table.num_scheduled[rows] + 1)
     is_growing = num_blocks > table.num_blocks[rows]
     if is_growing.any():
         # Before rows are chosen: one that waits for a block must not take another's turn.
         rows = _grow(table, rows, rows[is_growing])
-        num_blocks = table.blocks_for(table.num_tokens[rows])
+        num_blocks = table.blocks_for(table.num_scheduled[rows] + 1)
     if not len(rows):
         return rows
     need = (len(rows), len(rows), int(num_blocks.max()))
@@ -37,9 +35,9 @@ def _grow(table: RunningTable, rows: np.ndarray, growing: np.ndarray) -> np.ndar
     for row in growing[np.argsort(table.sequence_ids[growing])].tolist():
         # An older one may have preempted this one.
         if table.sequences[row] is not None:
-            table.claim(row, int(table.num_tokens[row]))
+            table.claim(row, int(table.num_scheduled[row]) + 1)
     is_running = table.sequence_ids[rows] >= 0
-    is_backed = table.blocks_for(table.num_tokens[rows]) <= table.num_blocks[rows]
+    is_backed = table.blocks_for(table.num_scheduled[rows] + 1) <= table.num_blocks[rows]
     return rows[is_running & is_backed]
 
 

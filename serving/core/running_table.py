@@ -13,6 +13,11 @@ alone, all of them end.
 `max_tokens`, and a reservation would leave most of the pool empty. Tokens do not change by it:
 each depends only on the tokens before it, the seed and its position.
 
+A sequence goes on while its newest token is still in flight: the token is fed by reference
+(`step_plan.LAST_SAMPLED`), and `num_scheduled` runs ahead of `num_tokens`. Only its end is noticed
+late: a sequence that is ended by a token may be in one more step for each step that was in flight
+beside it. Ends by length are known ahead.
+
 A sequence that leaves while a step that uses its memory is still in flight keeps the memory until
 that step is settled; `is_retiring` says so.
 
@@ -42,7 +47,8 @@ class RunningTable:
     Attributes:
         sequence_ids: [S] int64, -1 where no sequence runs.
         num_tokens: [S] int32, tokens known, prompt and output.
-        num_scheduled: [S] int32, tokens whose KV is written, or will be by a step in flight.
+        num_scheduled: [S] int32, tokens whose KV is written, or will be by a step in flight; they
+            need not be known.
         num_computed: [S] int32, tokens whose KV is written, and that stay.
         num_named: [S] int32, blocks from the first on that others may share.
         cuts: [S, 2] int32, positions at which a chunk of the prompt ends, ascending from 1 on.
@@ -109,6 +115,17 @@ class RunningTable:
         return np.flatnonzero(self._phases == _DECODE)
 
     @property
+    def generating_rows(self) -> np.ndarray:
+        """[N] decoding rows that need another step, whatever those in flight sample, ascending.
+
+        Controls of a row depend on all of its tokens, so it waits until they are known.
+        """
+        rows = self.decoding_rows
+        rows = rows[self.num_scheduled[rows] + 1 < self.length_limits[rows]]
+        is_known = self.num_scheduled[rows] < self.num_tokens[rows]
+        return rows[is_known | ~self.is_controlled[rows]]
+
+    @property
     def is_retiring(self) -> bool:
         """Whether memory will come back when a step in flight is settled."""
         return bool(self._retiring or self._replaced)
@@ -163,7 +180,7 @@ class RunningTable:
         self._phases[row] = _PREFILL
 
     def begin_decoding(self, row: int) -> None:
-        """The row's prompt is computed and its first token known."""
+        """The last of the row's prompt is in a step, which samples its first token."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is empty"
         sequence.move_to(SequenceStatus.DECODING)

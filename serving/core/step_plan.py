@@ -16,6 +16,13 @@ from serving.core.buckets import Bucket, StepKind
 from serving.core.controls import StepControls, StepReport
 from serving.core.request import RequestImage
 
+LAST_SAMPLED = -2
+"""Stands among the token ids for the token that the row's slot has sampled last.
+
+The device knows it before the host does. It is kept under the slot rather than under a row of the
+step that sampled it, so that a step need not know which rows and shape the one before it had.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class StepImage:
@@ -42,7 +49,8 @@ class StepPlan:
         slots: [R] int32, state slot of each row; never 0, which belongs to padding.
         starts: [R] int32, absolute position of each row's first token of this step.
         num_tokens: [R] int32, tokens of each row in this step, at least 1.
-        token_ids: [T] int32, the rows' tokens one row after another.
+        token_ids: [T] int32, the rows' tokens one row after another; `LAST_SAMPLED` for a token
+            that a step in flight samples.
         block_tables: [R, bucket.num_blocks] int32, blocks of each row's context in order,
             padded with 0, which belongs to padding.
         temperatures: [R] float32.   top_ks: [R] int32.   top_ps: [R] float32.

@@ -6,7 +6,9 @@ an `Executor` and the results back:
 1. `admit` checks a request and queues it.
 2. `plan` starts waiting requests, chooses a prefill or a decode step, claims the blocks for it and
    returns it as integers. It depends on nothing but the engine's state.
-3. The executor runs it; the next step may be planned meanwhile, up to `in_flight_max`.
+3. The executor runs it; the next step is planned meanwhile, up to `in_flight_max` in all. It may
+   feed tokens that only the device knows yet. With two, step N is planned knowing the results up
+   to those of step N-2, and the device does not wait for the host.
 4. `commit` takes the results in the order of the plans, adds the sampled tokens, ends what is
    finished and frees what no step in flight uses.
 5. `abort` ends a request at any moment, between any two of these.
@@ -40,7 +42,7 @@ from serving.core.request import (
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence, SequenceStatus
 from serving.core.snapshots import SnapshotCopies
-from serving.core.step_plan import StepImage, StepPlan, StepResult
+from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +201,9 @@ class Engine:
             plan = self._plan_prefill() or self._plan_decode()
         else:
             plan = self._plan_decode()
-            # While all decoding rows are in flight, waiting for them keeps their gap at one chunk.
-            if plan is None and not (self._in_flight and len(self._table.decoding_rows)):
+            # Rows that could not run wait for memory, which comes with the steps in flight. To
+            # wait for those as well keeps the gap between their tokens at one chunk.
+            if plan is None and not (self._in_flight and len(self._table.generating_rows)):
                 plan = self._plan_prefill()
         if plan is None:
             assert self._in_flight or not self._sequences, (
@@ -226,10 +229,11 @@ class Engine:
         is_running = table.sequence_ids[plan.slots] == plan.sequence_ids
         table.add_computed(plan.slots[is_running], ends[is_running])
         self._snapshots.settle(plan.step_index)
-        # A chunk that is not a prompt's last one samples too, but its token means nothing.
+        # A chunk that is not a prompt's last one samples too, but its token means nothing. What
+        # a sequence samples after its end is dropped with the rows that are not running.
         is_sampled = is_running & (table.num_tokens[plan.slots] == ends)
         controlled = [] if plan.controls is None else self._take_prompts(plan, result, is_running)
-        deltas = self._add_tokens(plan.kind, plan.slots[is_sampled], result.token_ids[is_sampled])
+        deltas = self._add_tokens(plan.slots[is_sampled], result.token_ids[is_sampled])
         for index, sequence in controlled:
             if is_sampled[index]:
                 at = int(is_sampled[:index].sum())
@@ -264,6 +268,8 @@ class Engine:
             return None
         self._num_prefill_steps += 1
         starts = table.num_scheduled[rows]
+        for row in rows[starts + num_tokens == table.num_tokens[rows]].tolist():
+            table.begin_decoding(row)
         chunks: list[np.ndarray] = []
         images: list[StepImage] = []
         num_before = 0
@@ -287,8 +293,11 @@ class Engine:
         self._requeue_preempted()
         if not len(rows):
             return None
+        table = self._table
         num_tokens = np.ones(len(rows), np.int32)
-        return self._make_plan(StepKind.DECODE, rows, num_tokens, self._table.last_tokens[rows])
+        is_known = table.num_scheduled[rows] < table.num_tokens[rows]
+        token_ids = np.where(is_known, table.last_tokens[rows], LAST_SAMPLED).astype(np.int32)
+        return self._make_plan(StepKind.DECODE, rows, num_tokens, token_ids)
 
     def _make_plan(
         self,
@@ -333,7 +342,7 @@ class Engine:
             ),
         )
 
-    def _add_tokens(self, kind: StepKind, rows: np.ndarray, tokens: np.ndarray) -> list[TokenDelta]:
+    def _add_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> list[TokenDelta]:
         """Append one sampled token to each row; end the rows that are finished by it."""
         table = self._table
         table.num_tokens[rows] += 1
@@ -347,8 +356,6 @@ class Engine:
             assert sequence is not None, f"row {row} is committed but empty"
             sequence.output_token_ids.append(token)
             deltas.append(sequence.delta((token,)))
-            if kind is StepKind.PREFILL:
-                table.begin_decoding(row)
         for index in np.flatnonzero(is_over).tolist():
             reason = FinishReason.STOP if is_stop[index] else FinishReason.LENGTH
             sequence = table.sequences[row_list[index]]

@@ -13,7 +13,8 @@ What only few requests ask for, controls, is further arguments of every step. Fo
 nobody does, these lie on the device already.
 
 Engram tables lie on the devices like all weights, or stay in the mapped checkpoint. Then the rows
-of a step are read on the host while earlier steps run, and are sent along with its buffer.
+of a step are read on the host while earlier steps run, and are sent along with its buffer; only a
+step that feeds tokens of a step in flight waits for those.
 """
 
 from collections import deque
@@ -39,8 +40,9 @@ from deepinfer_jax.topology import Topology
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import LogprobColumns, StepReport
 from serving.core.image_layout import ImageGeometry
-from serving.core.step_plan import StepImage, StepPlan, StepResult
+from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
 from serving.engine import control_packing, packing
+from serving.engine.packing import PackedStep
 from sharding.mesh import DeviceMesh
 from sharding.plan import MeshPlan
 
@@ -90,6 +92,7 @@ class JaxExecutor:
             self._engram = HostEngram(self.model_config, tables, mapped, self.cache.classes.shape)
         self.weights = Weights(parameters, self._place(tables.token_classes, ("vocab",)))
         self._buffer_sharding = self.mesh.sharding((None,), (1,))
+        self._slots_sharding = self.mesh.sharding((None, None), (1, 1))
         self._rows_sharding = self.mesh.sharding((None,) * 4, (1,) * 4)
         self._images = None
         if self.weights.parameters.vision is not None:
@@ -102,6 +105,8 @@ class JaxExecutor:
         self._steps = self._compile(buckets, report)
         self._copy_slots = compile_slot_copies(self.cache, _COPIES_PER_CALL)
         self._in_flight: deque[tuple[StepPlan, ReportedResult]] = deque()
+        self._unread: deque[tuple[StepPlan, jax.Array]] = deque()
+        self._sampled = np.zeros(num_slots, np.int32)
 
     def submit(self, plan: StepPlan) -> None:
         """Dispatch a step; does not wait for it.
@@ -120,16 +125,16 @@ class JaxExecutor:
         buffer = jax.device_put(packed.buffer, self._buffer_sharding)
         self._copy(plan.restores)
         if self._engram is not None:
-            # Right only because every token id of a plan is known on the host.
-            rows = self._engram.fetch(
-                packed.token_ids, packed.starts, packed.num_tokens, packed.slots
-            )
+            token_ids = self._known_tokens(packed)
+            rows = self._engram.fetch(token_ids, packed.starts, packed.num_tokens, packed.slots)
             more["engram_rows"] = jax.device_put(rows, self._rows_sharding)
         result, self.cache = step(self.weights, buffer, self.cache, **more)
         self._copy(plan.snapshots)
         result = _wanted(plan, result)
         jax.tree.map(lambda array: array.copy_to_host_async(), result)
         self._in_flight.append((plan, result))
+        if self._engram is not None:
+            self._unread.append((plan, result.values))
 
     def no_controls(self, kind: StepKind, bucket: Bucket) -> Controls:
         """The argument `controls` of a compiled step in which no row has any."""
@@ -175,6 +180,16 @@ class JaxExecutor:
             prompt = LogprobColumns(*map(np.asarray, result.prompt))
         return StepResult(plan.step_index, tokens, StepReport(sampled, prompt))
 
+    def _known_tokens(self, packed: PackedStep) -> np.ndarray:
+        """[T] token ids of a step whose references are looked up, for which it may have to wait."""
+        is_reference = packed.token_ids == LAST_SAMPLED
+        is_wanted = bool(is_reference.any())
+        while self._unread and (is_wanted or self._unread[0][1].is_ready()):
+            plan, tokens = self._unread.popleft()
+            self._sampled[plan.slots] = np.asarray(tokens)[: plan.num_rows]
+        row = np.minimum(packed.row_index, len(packed.slots) - 1)
+        return np.where(is_reference, self._sampled[packed.slots[row]], packed.token_ids)
+
     def _copy(self, pairs: np.ndarray) -> None:
         """Copy state slots: `pairs` [N, 2] of source and destination."""
         if self._engram is not None:
@@ -183,7 +198,8 @@ class JaxExecutor:
             padded = np.zeros((_COPIES_PER_CALL, 2), np.int32)
             some = pairs[first : first + _COPIES_PER_CALL]
             padded[: len(some)] = some
-            self.cache = self._copy_slots(self.cache, *np.ascontiguousarray(padded.T))
+            columns = jax.device_put(np.ascontiguousarray(padded.T), self._slots_sharding)
+            self.cache = self._copy_slots(self.cache, columns)
 
     def _load_parameters(self, directory: Path, report: Report) -> Parameters:
         shown = -1
@@ -353,6 +369,7 @@ def shape_of(kind: StepKind, bucket: Bucket) -> StepShape:
 
 def check_layout(bucket: Bucket, shape: StepShape) -> None:
     """Packing and model must agree on every field of a buffer; a mismatch is a defect."""
+    assert (packing.IMAGE_FEATURE, LAST_SAMPLED) == (batch.IMAGE_FEATURE, batch.LAST_SAMPLED)
     packed = {name: (p.shape, p.dtype) for name, p in packing.layout(bucket).items()}
     expected = {name: (dims, np.dtype(t)) for name, (dims, t) in batch.fields(shape).items()}
     assert list(packed.items()) == list(expected.items()), (packed, expected)

@@ -1,11 +1,13 @@
 """Performs the effects of nodes under asyncio, and reads the system's clock for everybody.
 
-All nodes live on the event loop's thread. Each executor has one thread of its own: it takes a
-plan, submits it, waits for its result and posts that back to the loop. Of the effects of one call
-the execution comes first, so the device starts before tokens travel.
+All nodes live on the event loop's thread. Each executor has two threads of its own: one submits
+plans as they come, the other waits for results and posts them back to the loop, so that a step is
+dispatched while the one before it runs. Of the effects of one call the execution comes first, so
+the device starts before tokens travel.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -51,13 +53,13 @@ class Driver:
         self._nodes = {node.node_id: node for node in nodes}
         self._network = InProcessNetwork(self._deliver)
         self._executors = executors
-        self._threads: dict[NodeId, _ExecutorThread] = {}
+        self._threads: dict[NodeId, _ExecutorThreads] = {}
         self._timers: dict[tuple[NodeId, str], asyncio.TimerHandle] = {}
 
     async def __aenter__(self) -> "Driver":
         loop = asyncio.get_running_loop()
         for node_id, executor in self._executors.items():
-            thread = _ExecutorThread(executor, loop, self._on_completion, node_id)
+            thread = _ExecutorThreads(executor, loop, self._on_completion, node_id)
             self._threads[node_id] = thread
             thread.start()
         return self
@@ -116,10 +118,10 @@ class Driver:
         self.perform(node_id)
 
 
-class _ExecutorThread:
-    """Runs one executor's plans in order and posts what came of them to the event loop.
+class _ExecutorThreads:
+    """Run one executor's plans in order and post what came of them to the event loop.
 
-    The thread is a daemon: an executor that hangs must not keep the process from ending.
+    The threads are daemons: an executor that hangs must not keep the process from ending.
     """
 
     def __init__(
@@ -134,29 +136,49 @@ class _ExecutorThread:
         self._post = post
         self._node_id = node_id
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"executor {node_id}", daemon=True)
+        self._submitted: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=run, name=f"{name} {node_id}", daemon=True)
+            for name, run in (("submit", self._submit), ("collect", self._collect))
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def put(self, plan: StepPlan) -> None:
         self._plans.put(plan)
 
     def stop(self) -> None:
-        """Lets the running step end, briefly, so that the runtime is not torn down under it."""
+        """Lets the running steps end, briefly, so that the runtime is not torn down under them."""
         self._plans.put(None)
-        self._thread.join(timeout=5.0)
+        for thread in self._threads:
+            thread.join(timeout=5.0)
 
-    def _run(self) -> None:
+    def _submit(self) -> None:
         while (plan := self._plans.get()) is not None:
-            message: Message
             try:
                 self._executor.submit(plan)
-                message = messages.StepDone(self._executor.collect())
             except Exception as error:
-                _log.exception("step %d failed", plan.step_index)
-                message = messages.StepFailed(plan.step_index, f"{type(error).__name__}: {error}")
+                self._fail(plan, error)
+            else:
+                self._submitted.put(plan)
+        self._submitted.put(None)
+
+    def _collect(self) -> None:
+        while (plan := self._submitted.get()) is not None:
             try:
-                self._loop.call_soon_threadsafe(self._post, self._node_id, message)
-            except RuntimeError:  # The loop is closed: nobody is left to tell.
-                return
+                result = self._executor.collect()
+            except Exception as error:
+                self._fail(plan, error)
+            else:
+                self._tell(messages.StepDone(result))
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        _log.error("step %d failed", plan.step_index, exc_info=error)
+        self._tell(messages.StepFailed(plan.step_index, f"{type(error).__name__}: {error}"))
+
+    def _tell(self, message: Message) -> None:
+        # If the loop is closed, nobody is left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._post, self._node_id, message)

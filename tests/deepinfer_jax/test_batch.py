@@ -6,7 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.batch import StepBatch, StepShape, TokenView, buffer_size, last_tokens, pack
+from deepinfer_jax.batch import (
+    LAST_SAMPLED,
+    StepBatch,
+    StepShape,
+    TokenView,
+    buffer_size,
+    feed_sampled,
+    keep_sampled,
+    last_tokens,
+    pack,
+)
 from tests.deepinfer_jax.golden_model import batch_arrays, to_batch
 
 SHAPE = StepShape(num_rows=4, num_tokens=8, num_blocks=2, samples_every_token=False)
@@ -41,6 +51,16 @@ def test_last_tokens() -> None:
     np.testing.assert_array_equal(last_tokens(batch)[:2], [2, 3])
     empty = to_batch(SHAPE, batch_arrays(SHAPE, []))
     np.testing.assert_array_equal(last_tokens(empty), [0] * 4)
+
+
+def test_references_are_replaced_by_what_the_slot_sampled() -> None:
+    arrays = batch_arrays(SHAPE, [(np.array([LAST_SAMPLED, 6]), 10, 3, [1]), *ROWS[1:]])
+    arrays["token_ids"][2] = LAST_SAMPLED
+    sampled = jnp.array([90, 91, 92, 93, 94])
+    batch = feed_sampled(to_batch(SHAPE, arrays), sampled)
+    np.testing.assert_array_equal(batch.token_ids, [93, 6, 91, 0, 0, 0, 0, 0])
+    kept = keep_sampled(batch, jnp.array([7, 8, 9, 9]), sampled)
+    np.testing.assert_array_equal(kept, [90, 8, 92, 7, 94])
 
 
 def test_samples() -> None:

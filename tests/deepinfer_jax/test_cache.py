@@ -23,8 +23,9 @@ def test_bytes_of_the_released_model() -> None:
     assert layout.bytes_per_token == 890
     assert layout.bytes_per_block == 890 * BLOCK_SIZE
     assert layout.ring_length == 134
-    # 40 rings of 134 entries of 528 bytes, three partial groups of 7 x 2 float32 vectors, classes.
-    assert layout.bytes_per_slot == 40 * 134 * 528 + 3 * 7 * 2 * 512 * 4 + 9 * 4
+    # 40 rings of 134 entries of 528 bytes, three partial groups of 7 x 2 float32 vectors, classes
+    # and the token sampled last.
+    assert layout.bytes_per_slot == 40 * 134 * 528 + 3 * 7 * 2 * 512 * 4 + 9 * 4 + 4
 
 
 def test_bytes_without_quantisation() -> None:

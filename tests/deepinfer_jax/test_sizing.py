@@ -137,7 +137,7 @@ def test_cache_bytes_are_those_of_the_format() -> None:
     assert state.window_rings == 40 * 134 * 528
     assert state.draft_rings == 3 * 134 * 528
     assert state.partial_groups == 3 * 7 * 4096
-    assert state.without_drafts == 40 * 134 * 528 + 3 * 7 * 4096 + 9 * 4
+    assert state.without_drafts == 40 * 134 * 528 + 3 * 7 * 4096 + 9 * 4 + 4
 
 
 def test_state_is_what_a_cache_takes() -> None:

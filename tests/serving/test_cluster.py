@@ -51,6 +51,7 @@ def test_capacity_follows_the_options() -> None:
         prefill_rows=4,
         decode_rows=(1, 6),
         prefix_snapshots=3,
+        steps_in_flight=1,
     )
     capacity = plan_capacity(options)
     assert list(capacity.buckets) == [
@@ -65,6 +66,7 @@ def test_capacity_follows_the_options() -> None:
     assert capacity.num_snapshots == 3
     engine = make_engine(options, FACTS, random.Random(0))
     assert (engine.limits.num_slots, engine.limits.num_snapshots) == (7, 3)
+    assert engine.limits.in_flight_max == 1
 
 
 def test_impossible_capacities_are_refused() -> None:

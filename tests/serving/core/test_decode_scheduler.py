@@ -33,11 +33,13 @@ def make_table(lengths: list[int], num_blocks: int = 257) -> RunningTable:
 
 
 def test_every_ready_row_is_chosen_and_has_its_blocks() -> None:
-    table = make_table([5, 9, 7])
-    table.num_scheduled[2] = 9
+    table = make_table([5, 9, 7, 6])
+    # One token ahead of what is known, and one whose last token a step in flight samples.
+    table.num_scheduled[1] = 5
+    table.length_limits[4] = 6
     rows = choose_rows(table, make_buckets(Bucket(8, 8, 64)))
-    assert rows.tolist() == [1, 3]
-    assert table.num_blocks.tolist()[1:4] == [2, 2, 2]
+    assert rows.tolist() == [1, 2, 3]
+    assert table.num_blocks.tolist()[1:5] == [2, 3, 2, 2]
 
 
 def test_no_row_is_chosen_from_an_empty_table() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.request import FinishReason, Request, RequestImage, SamplingParams, TokenDelta
-from serving.core.step_plan import StepPlan, StepResult
+from serving.core.step_plan import LAST_SAMPLED, StepPlan, StepResult
 from serving.engine.engine import Engine, EngineLimits
 from serving.engine.packing import IMAGE_FEATURE, PackedStep, pack
 
@@ -77,8 +77,10 @@ class SimulatedDevice:
         self._pool = np.full((limits.num_blocks, limits.block_size), -1, np.int64)
         # A slot remembers what it had seen at its last few lengths, as rings on a device do.
         self._slots = np.full((limits.num_slots + limits.num_snapshots, ROLLBACK_MAX + 1, 2), -1)
+        self._sampled = np.full(limits.num_slots, -1)
         self.in_flight: deque[StepPlan] = deque()
         self.kinds: list[StepKind] = []
+        self.num_references = 0
 
     def submit(self, plan: StepPlan) -> None:
         assert (plan.kind, plan.bucket) in self._buckets, f"{plan.bucket} is not compiled"
@@ -108,7 +110,12 @@ class SimulatedDevice:
         for row in range(step.num_rows):
             tokens = step.token_ids[step.row_index == row].tolist()
             assert len(tokens) == step.num_tokens[row] > 0
+            slot = int(step.slots[row])
+            if tokens[0] == LAST_SAMPLED:
+                tokens[0] = int(self._sampled[slot])
+                self.num_references += 1
             per_token = self._run_row(step, row, tokens)
+            self._sampled[slot] = per_token[-1]
             sampled.extend(per_token if step.kind is StepKind.DECODE else per_token[-1:])
         return np.array(sampled, np.int32)
 
@@ -241,7 +248,10 @@ class CheckedEngine:
             sequence = table.sequences[row]
             assert sequence is not None
             assert sequence.num_tokens == table.num_tokens[row]
-            assert table.num_scheduled[row] <= table.num_tokens[row] <= table.length_limits[row]
+            num_ahead = len(self.device.in_flight)
+            assert table.num_scheduled[row] < table.num_tokens[row] + max(num_ahead, 1)
+            assert table.num_computed[row] <= table.num_tokens[row] <= table.length_limits[row]
+            assert table.num_scheduled[row] < table.length_limits[row]
             assert table.num_scheduled[row] <= table.num_blocks[row] * table.block_size
         status = self.engine.status()
         assert status.num_running == len(running)

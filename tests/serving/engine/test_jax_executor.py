@@ -12,9 +12,11 @@ import jax
 import numpy as np
 import pytest
 
+from deepinfer_jax.reports import ReportedResult
 from serving.cluster import ModelFacts
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.request import Request, SamplingParams
+from serving.core.step_plan import LAST_SAMPLED
 from serving.engine import jax_executor
 from serving.engine.engine import Engine, EngineLimits, run_step
 from serving.engine.jax_executor import JaxExecutor
@@ -136,6 +138,44 @@ def test_tokens_do_not_depend_on_what_was_computed_before(
     assert compilations == []
 
 
+def test_tokens_fed_before_they_are_known_are_the_same(executor: JaxExecutor, golden: Path) -> None:
+    data = np.load(golden / "greedy.npz")
+    prompt = tuple(int(t) for t in data["prompt"])
+    greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    drawn = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, seed=2**40, ignore_eos=True)
+    outputs: list[dict[str, list[int]]] = []
+    for in_flight_max in (1, 2):
+        engine = _engine(executor, in_flight_max=in_flight_max)
+        engine.admit(Request("greedy", prompt, greedy))
+        for i in range(4):
+            engine.admit(Request(f"drawn {i}", prompt[: 5 * i + 1], drawn))
+        outputs.append(_run(engine, executor))
+    assert outputs[0]["greedy"] == data["tokens_kvq"].tolist()
+    assert outputs[1] == outputs[0]
+
+
+def test_dispatching_a_step_waits_for_no_device(
+    executor: JaxExecutor, rng: np.random.Generator
+) -> None:
+    """All transfers are asked for; one that an operation made by itself would raise."""
+    engine = _engine(executor, in_flight_max=2)
+    prompt = tuple(rng.integers(3, 300, 130).tolist())
+    num_references = 0
+    for name in ("first", "again"):
+        sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        engine.admit(Request(name, prompt, sampling))
+        while engine.has_work:
+            while (plan := engine.plan()) is not None:
+                num_references += int((plan.token_ids == LAST_SAMPLED).sum())
+                with jax.transfer_guard("disallow"):
+                    executor.submit(plan)
+            engine.commit(executor.collect())
+    assert num_references == 8
+    assert engine.status().num_snapshots > 0
+    with pytest.raises(Exception, match="[Dd]isallowed"), jax.transfer_guard("disallow"):
+        jax.numpy.zeros(3) + np.ones(3)
+
+
 def test_engram_in_host_memory_changes_no_token(
     executor: JaxExecutor, host_executor: JaxExecutor, rng: np.random.Generator
 ) -> None:
@@ -144,7 +184,8 @@ def test_engram_in_host_memory_changes_no_token(
     prompts = [long[:n] for n in (1, 3, 17, 40)] + [(*long[:135], *range(3, 12)), long]
     outputs = []
     for one in (executor, host_executor):
-        engine = _engine(one, buckets=FEW_BUCKETS)
+        # The host has to look up tokens that it feeds before they are known.
+        engine = _engine(one, buckets=FEW_BUCKETS, in_flight_max=2)
         outputs.append({})
         engine.admit(Request("long", long, SamplingParams(max_tokens=3, temperature=0.0)))
         outputs[-1].update(_run(engine, one))
@@ -176,6 +217,9 @@ def test_host_rows_are_fetched_while_a_step_runs(
     class Running:
         def copy_to_host_async(self) -> None: ...
 
+        def is_ready(self) -> bool:
+            return False
+
         def __array__(self) -> np.ndarray:
             raise AssertionError("waited for a step that runs")
 
@@ -183,10 +227,11 @@ def test_host_rows_are_fetched_while_a_step_runs(
 
     def step(weights: object, buffer: object, cache: object, **more: jax.Array) -> object:
         sent.append(np.asarray(more["engram_rows"]))
-        return Running(), cache
+        return ReportedResult(Running(), None, None), cache  # type: ignore[arg-type]
 
     monkeypatch.setattr(host_executor, "compiled", lambda kind, bucket: step)
     monkeypatch.setattr(host_executor, "_in_flight", deque())
+    monkeypatch.setattr(host_executor, "_unread", deque())
     engine = _engine(host_executor, in_flight_max=2)
     prompt = tuple(range(3, 31))
     engine.admit(Request("a", prompt, SamplingParams(max_tokens=3)))

@@ -70,7 +70,7 @@ def test_full_queue_is_a_429_with_retry_after() -> None:
         ThreadPoolExecutor(4) as pool,
     ):
         held = [pool.submit(post, running.url, completion(), "completions")]
-        wait_for(lambda: len(running.executor.plans) == 1, "the first step")
+        wait_for(lambda: len(running.executor.plans) > 0, "the first step")
         held.append(pool.submit(post, running.url, completion(), "completions"))
         wait_for(lambda: metric(running.url, "deepinfer_num_requests_waiting") == 1, "a full queue")
         refused = post(running.url, completion(), "completions")
@@ -181,7 +181,7 @@ def test_draining_finishes_streams_and_refuses_new_ones() -> None:
         ThreadPoolExecutor(1) as pool,
     ):
         held = pool.submit(post, running.url, completion(stream=True), "completions")
-        wait_for(lambda: len(running.executor.plans) == 1, "the first step")
+        wait_for(lambda: len(running.executor.plans) > 0, "the first step")
         running.drain(20)
         wait_for(
             lambda: httpx.get(f"{running.url}/ready").status_code == 503, "readiness going off"
@@ -200,7 +200,7 @@ def test_draining_ends_what_outlasts_the_limit() -> None:
         ThreadPoolExecutor(1) as pool,
     ):
         held = pool.submit(post, running.url, completion(stream=True), "completions")
-        wait_for(lambda: len(running.executor.plans) == 1, "the first step")
+        wait_for(lambda: len(running.executor.plans) > 0, "the first step")
         running.drain(0.05)
         events = events_of(held.result().text)
         gate.set()

@@ -23,6 +23,7 @@ OPTIONS = EngineOptions(
     prefill_tokens=(128,),
     prefill_rows=2,
     decode_rows=(2,),
+    steps_in_flight=1,
     waiting_max=1,
 )
 TIMEOUT_NS = 1000

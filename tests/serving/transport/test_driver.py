@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -43,21 +44,30 @@ class Recorder:
 
 
 class RecordingExecutor:
-    """Remembers the threads it ran on; fails for step 1."""
+    """Remembers the threads it ran on; fails for step 1, and cannot even submit step 4.
+
+    A step ends when `gate` is set.
+    """
 
     def __init__(self) -> None:
         self.threads: list[str] = []
-        self._plan: StepPlan | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.submitted: deque[int] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         self.threads.append(threading.current_thread().name)
-        self._plan = plan
+        if plan.step_index == 4:
+            raise KeyError("no such bucket")
+        self.submitted.append(plan.step_index)
 
     def collect(self) -> StepResult:
-        assert self._plan is not None
-        if self._plan.step_index == 1:
-            raise ValueError("no such bucket")
-        return StepResult(self._plan.step_index, np.array([7], np.int32))
+        self.threads.append(threading.current_thread().name)
+        assert self.gate.wait(5)
+        step_index = self.submitted.popleft()
+        if step_index == 1:
+            raise ValueError("no such token")
+        return StepResult(step_index, np.array([7], np.int32))
 
 
 def plan_of(step_index: int) -> StepPlan:
@@ -107,22 +117,44 @@ def test_plans_run_on_their_own_thread_in_order() -> None:
             driver.perform(A)
             await until(lambda: len(a.got) == 3)
         assert [message.result.step_index for message in a.got] == [0, 2, 3]
-        assert set(executor.threads) == {"executor a/0"}
+        assert set(executor.threads) == {"submit a/0", "collect a/0"}
 
     asyncio.run(run())
 
 
-def test_exception_of_an_executor_becomes_a_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_is_submitted_while_the_one_before_it_runs() -> None:
+    async def run() -> None:
+        a, executor = Recorder(A), RecordingExecutor()
+        executor.gate.clear()
+        async with Driver([a], {A: executor}) as driver:
+            a.outbox.execute(plan_of(0))
+            driver.perform(A)
+            await until(lambda: "collect a/0" in executor.threads)
+            a.outbox.execute(plan_of(2))
+            driver.perform(A)
+            await until(lambda: list(executor.submitted) == [0, 2])
+            assert a.got == []
+            executor.gate.set()
+            await until(lambda: len(a.got) == 2)
+        assert [message.result.step_index for message in a.got] == [0, 2]
+
+    asyncio.run(run())
+
+
+def test_exceptions_of_an_executor_become_messages(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         a = Recorder(A)
         async with Driver([a], {A: RecordingExecutor()}) as driver:
-            a.outbox.execute(plan_of(1))
-            driver.perform(A)
-            await until(lambda: bool(a.got))
-        assert a.got == [messages.StepFailed(1, "ValueError: no such bucket")]
+            for step in (1, 4):
+                a.outbox.execute(plan_of(step))
+                driver.perform(A)
+                await until(lambda: isinstance(a.got[-1], messages.StepFailed) if a.got else False)
+                assert a.got.pop() == messages.StepFailed(
+                    step, "ValueError: no such token" if step == 1 else "KeyError: 'no such bucket'"
+                )
 
     asyncio.run(run())
-    assert "step 1 failed" in caplog.text
+    assert "step 1 failed" in caplog.text and "step 4 failed" in caplog.text
 
 
 def test_exception_of_a_node_is_told_to_the_node(caplog: pytest.LogCaptureFixture) -> None:
