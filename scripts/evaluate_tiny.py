@@ -50,7 +50,7 @@ def main() -> None:
         *table(scores),
         "",
         f"Tokens per decode step with drafts: {accepted:.2f}",
-        f"Weights: {file_bytes} bytes in the file, in memory {resident / file_bytes:.3f} times that",
+        f"Weights: {file_bytes} bytes, in memory {resident / file_bytes:.3f} times that",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if options.json is not None:

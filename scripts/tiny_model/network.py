@@ -291,8 +291,8 @@ class Network:
     def rotate(
         self, x: jax.Array, turn: "Turn", heads: int = 0, *, inverse: bool = False
     ) -> jax.Array:
-        """Rotary embedding of [B, T, D] or, with `heads`, of [B, T, heads * D]; of each head the last
-        channels are rotated. The result, float32, has heads as a dimension of its own."""
+        """Rotary embedding of [B, T, D] or, with `heads`, of [B, T, heads * D]; the last channels
+        of each head are rotated. The result, float32, has heads as a dimension of its own."""
         cosine, sine = turn
         if heads:
             x = x.reshape(*x.shape[:2], heads, -1)

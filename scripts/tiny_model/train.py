@@ -60,9 +60,8 @@ class Stage:
 
 
 STAGES = (
-    Stage(1200, 128, 16, 8, 0.0, False),
-    Stage(500, 256, 8, 16, 0.4, False),
-    Stage(800, 576, 4, 24, 0.5, True),
+    Stage(1000, 128, 16, 8, 0.0, False),
+    Stage(550, 576, 4, 24, 0.45, True),
 )
 PEAK_RATE_MUON, PEAK_RATE_ADAM = 0.02, 3e-3
 

@@ -1,0 +1,105 @@
+"""The tasks give right answers.
+
+Goal: what the model is taught is true, and evaluation sums never appear in training.
+Method: answers are worked out again from the question's text; both sides of the split are searched.
+"""
+
+import json
+import re
+from random import Random
+
+import pytest
+
+from scripts.tiny_model import tasks, words
+
+
+def numbers(text: str) -> list[int]:
+    return [int(found) for found in re.findall(r"\d+", text)]
+
+
+def test_sums_are_right_and_split() -> None:
+    rng = Random(0)
+    for held_out in (False, True):
+        for _ in range(300):
+            turn = tasks.addition(rng, held_out=held_out).turns[0]
+            a, b = numbers(turn.user)
+            assert turn.answer == str(a + b)
+            assert tasks.is_held_out(a, b) is held_out
+    assert tasks.is_held_out(12, 57) == tasks.is_held_out(57, 12)
+
+
+def test_reasoning_of_sums_names_each_column() -> None:
+    rng = Random(1)
+    for _ in range(100):
+        turn = tasks.addition(rng).turns[0]
+        for left, right in re.findall(r"([\d+ ]+) = (\d+)", turn.reasoning):
+            assert sum(numbers(left)) == int(right), turn.reasoning
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sorting_and_comparison(seed: int) -> None:
+    turn = tasks.sorting(Random(seed)).turns[0]
+    assert numbers(turn.answer) == sorted(numbers(turn.user))
+    turn = tasks.comparison(Random(seed)).turns[0]
+    choose = max if "larger" in turn.user else min
+    assert numbers(turn.answer) == [choose(numbers(turn.user))]
+
+
+def test_copying_and_reversing() -> None:
+    turn = tasks.copying(Random(2)).turns[0]
+    assert turn.user.endswith(f": {turn.answer}")
+    turn = tasks.reversing(Random(2)).turns[0]
+    assert turn.user.removeprefix("Reverse: ").split() == turn.answer.split()[::-1]
+
+
+def test_recall_answers_from_the_list() -> None:
+    exchange = tasks.recall(Random(3), num_pairs=20, num_queries=5)
+    listed = dict(re.findall(r"(\w+) = (\d+)", exchange.turns[0].user))
+    assert len(listed) == 20
+    assert len(exchange.turns) == 5
+    for turn in exchange.turns:
+        key = next(key for key in listed if re.search(rf"\b{key}\b", turn.user.split(". ")[-1]))
+        assert turn.answer == listed[key]
+        assert f"{key} = {turn.answer}" in turn.reasoning
+
+
+def test_json_objects_hold_what_was_said() -> None:
+    for seed in range(20):
+        turn = tasks.json_object(Random(seed)).turns[0]
+        for key, value in json.loads(turn.answer).items():
+            assert f"{key} {value}" in turn.user
+
+
+def test_tool_calls_use_a_given_tool() -> None:
+    seen = set()
+    for seed in range(40):
+        exchange = tasks.tool_call(Random(seed))
+        call = exchange.turns[0].call
+        assert call is not None
+        name, arguments = call
+        tool = next(tool for tool in exchange.tools if tool["name"] == name)
+        assert list(tool["parameters"]["properties"]) == list(arguments)
+        seen.add(name)
+    assert seen == set(tasks.TOOLS)
+
+
+def test_questions_have_one_answer_each() -> None:
+    rng, answers = Random(4), {}
+    for _ in range(2000):
+        turn = tasks.question(rng).turns[0]
+        assert answers.setdefault(turn.user, turn.answer) == turn.answer
+    assert answers["What is the capital of Peru?"] == "The capital of Peru is Lima."
+    assert answers["What comes after Sunday?"] == "Monday."
+
+
+def test_words_are_distinct() -> None:
+    assert len(set(words.WORDS)) == len(words.WORDS)
+    greetings = [user for users, _ in words.SMALL_TALK for user in users]
+    assert len(set(greetings)) == len(greetings)
+
+
+def test_the_seed_decides_everything() -> None:
+    for name, maker in tasks.MAKERS.items():
+        assert maker(Random(5)) == maker(Random(5)), name
+    assert set(tasks.WEIGHTS) == set(tasks.MAKERS)
+    assert set(tasks.DRILLS) <= set(tasks.MAKERS)
