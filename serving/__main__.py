@@ -201,7 +201,7 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
     gateway = Gateway(
         FRONTEND, MESH_WORKER, clock, ServiceMetrics(), config.server.backlog_tokens_max
     )
-    environment = Environment(clock, random.Random(), model.executor)
+    environment = Environment(clock, random.Random(), model.executor, model.grammars)
     cluster = build(config, model.facts, environment, gateway)
     served = ServedModel(
         name=config.model.served_name,

@@ -12,6 +12,7 @@ from serving.clock import Clock, ns_of_s
 from serving.config import EngineOptions, ServingConfig
 from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
 from serving.engine.engine import Engine, EngineLimits, Executor
 from serving.nodes.mesh_worker import MeshWorker
@@ -39,6 +40,7 @@ class Environment:
     clock: Clock
     random_source: random.Random
     executor: Executor
+    grammars: GrammarCompiler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +125,11 @@ def build(
         ConfigError: the configuration does not fit the model.
     """
     engine = make_engine(config.engine, facts, environment.random_source)
-    worker = MeshWorker(MESH_WORKER, engine, ns_of_s(config.engine.step_timeout_s))
+    worker = MeshWorker(
+        MESH_WORKER,
+        engine,
+        ns_of_s(config.engine.step_timeout_s),
+        environment.grammars,
+        ns_of_s(config.engine.grammar_timeout_s),
+    )
     return Cluster([worker, frontend], {MESH_WORKER: environment.executor})

@@ -82,6 +82,7 @@ class EngineOptions:
     host's work behind the device's, 1 does not.
     `waiting_max`: requests that may wait for room; more are refused.
     `step_timeout_s`: a step that takes longer means that the device is lost.
+    `grammar_timeout_s`: how long the grammar of one request may take to compile.
     """
 
     max_context: int = 4096
@@ -93,6 +94,7 @@ class EngineOptions:
     steps_in_flight: int = 2
     waiting_max: int = 512
     step_timeout_s: float = 120.0
+    grammar_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         for name in ("prefill_tokens", "decode_rows"):
@@ -106,7 +108,8 @@ class EngineOptions:
         for name in ("max_context", "prefill_rows", "steps_in_flight", "waiting_max"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.prefix_snapshots >= 0, "prefix_snapshots", self.prefix_snapshots, "0 or more")
-        _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "more than 0")
+        for name in ("step_timeout_s", "grammar_timeout_s"):
+            _check(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
 
 
 @dataclass(frozen=True, slots=True)

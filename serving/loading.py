@@ -7,9 +7,11 @@ looked at before anything is compiled.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from serving.cluster import ModelFacts, plan_capacity
 from serving.config import ServingConfig
+from serving.core.grammar import GrammarCompiler
 from serving.engine.engine import Executor
 from serving.frontend.text import TextCodec
 from sharding.config_file import ConfigError
@@ -23,11 +25,15 @@ _OUR_PACKAGES = ("deepinfer_jax", "sharding", "serving")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A compiled model and what serving needs to know of it."""
+    """A compiled model and what serving needs to know of it.
+
+    `grammars` is None for a model that has no token to end a text with.
+    """
 
     executor: Executor
     facts: ModelFacts
     codec: TextCodec
+    grammars: GrammarCompiler | None = None
 
 
 def load_model(config: ServingConfig, report: Report) -> LoadedModel:
@@ -71,4 +77,15 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     )
     if facts.images is not None:
         codec = codec.with_image_token(facts.images.token_id)
-    return LoadedModel(executor, facts, codec)
+    return LoadedModel(executor, facts, codec, _grammars_of(directory, facts))
+
+
+def _grammars_of(directory: Path, facts: ModelFacts) -> GrammarCompiler | None:
+    if facts.eos_token_id is None:
+        return None
+    path = directory / "tokenizer.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        return GrammarCompiler(text, facts.vocab_size, facts.eos_token_id)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None

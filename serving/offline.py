@@ -7,13 +7,14 @@
         ...
 
 A row of a prompt file is a JSON object with one of `prompt` (text), `messages` (chat) and
-`prompt_token_ids`, and optional sampling fields under the names of `SamplingParams`.
+`prompt_token_ids`, and optional sampling fields under the names of `SamplingParams`. A field
+`guided_json`, `guided_regex`, `guided_choice` or `guided_grammar` gives the output a form.
 """
 
 import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,16 @@ from tqdm import tqdm
 
 from serving.cluster import make_engine
 from serving.config import ServingConfig, load_config
-from serving.core.request import FinishReason, Request, RequestError, SamplingParams
+from serving.core.grammar import Grammar
+from serving.core.request import (
+    FinishReason,
+    OutputConstraint,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
 from serving.engine.engine import run_step
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
@@ -38,6 +48,7 @@ Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _CHAT_KEYS = ("thinking", "reasoning_effort", "tools")
 _SAMPLING_KEYS = tuple(SamplingParams.__dataclass_fields__)
+_GUIDE_KEYS = tuple(f"guided_{name}" for name in fields.GUIDES)
 _WAITING_MAX = 2**31
 """Offline every prompt may wait: the caller holds all of them in memory anyway."""
 
@@ -59,7 +70,10 @@ class Output:
     """What was generated for one prompt.
 
     `token_ids` holds every sampled token, `text` leaves out the one that stopped the sequence.
-    `finish_reason` is `stop` or `length`; token counts are those of the prompt.
+    `finish_reason` is `stop` or `length`, or `error` if the grammar of this output failed, and
+    `error` says how. Token counts are those of the prompt. `logprobs` has an entry per token of
+    the output and `prompt_logprobs` one per token of the prompt (None for the first and for those
+    of images), where they were asked for.
     """
 
     text: str
@@ -67,6 +81,9 @@ class Output:
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    error: str | None = None
 
 
 class LLM:
@@ -114,11 +131,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        constraint: OutputConstraint | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """Generates for each prompt; outputs are in the order of the prompts.
 
-        `sampling_params` is one for all prompts or one each. With `progress` a bar is shown.
+        `sampling_params` is one for all prompts or one each. `constraint` is a form that every
+        output must have, after its thinking if the prompt begins that. With `progress` a bar is
+        shown.
 
         Raises:
             RequestError: a prompt can never be served; nothing is generated then.
@@ -135,7 +155,8 @@ class LLM:
         requests = []
         for index, (prompt, sampling) in enumerate(zip(many, sampling_params, strict=True)):
             try:
-                requests.append(_request(str(index), self._encode(prompt), sampling))
+                encoded = self._encode(prompt)
+                requests.append(self._request(str(index), encoded, sampling, constraint))
             except ApiError as error:
                 raise RequestError(f"prompt {index}: {error}", error.param) from None
         return list(
@@ -169,7 +190,10 @@ class LLM:
             max_tokens=SamplingParams().max_tokens if max_tokens is None else max_tokens,
             vocab_size=self._model.facts.vocab_size,
             seed=fields.integer(values, "seed"),
+            logprobs=fields.integer(values, "logprobs"),
+            prompt_logprobs=fields.integer(values, "prompt_logprobs"),
         )
+        constraint = fields.guided_constraint(values, after_thinking=False)
         if "prompt" in values:
             prompt = EncodedPrompt(self._encode_text(values["prompt"]))
         elif "messages" in values:
@@ -177,7 +201,21 @@ class LLM:
             prompt = self._encode_chat(values["messages"], chat)
         else:
             prompt = EncodedPrompt(self._checked_ids(values["prompt_token_ids"]))
-        return _request(request_id, prompt, sampling)
+        return self._request(request_id, prompt, sampling, constraint)
+
+    def _request(
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        sampling: SamplingParams,
+        constraint: OutputConstraint | None,
+    ) -> Request:
+        if constraint is not None:
+            think = self._model.codec.tokenizer.encode("<think>")
+            constraint = replace(constraint, after_thinking=[*prompt.token_ids[-1:]] == think)
+        return Request(
+            request_id, prompt.token_ids, sampling, images=prompt.images, constraint=constraint
+        )
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
         """A prompt of any form. Raises ApiError."""
@@ -222,38 +260,61 @@ class LLM:
         engine = self._engine
         for request, name in zip(requests, names, strict=True):
             try:
-                engine.admit(request)
+                engine.admit(request, self._grammar_of(request))
             except RequestError as error:
                 engine.fail()
                 raise RequestError(f"{name}: {error}", error.param) from None
-        token_ids: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        outputs: dict[str, Output] = {}
+        collected = {request.request_id: _Collected(request) for request in requests}
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
                 while engine.has_work:
                     for delta in run_step(engine, self._model.executor):
-                        token_ids[delta.request_id].extend(delta.token_ids)
-                        if delta.finish_reason is not None:
-                            request = requests[int(delta.request_id)]
-                            outputs[delta.request_id] = self._output(
-                                request,
-                                token_ids[delta.request_id],
-                                delta.finish_reason,
-                                delta.num_cached_tokens,
-                            )
-                            bar.update()
+                        collected[delta.request_id].add(delta)
+                        bar.update(delta.finish_reason is not None)
             finally:
                 # Of effect only when a step raised: the next call must not meet old requests.
                 engine.fail()
-        return [outputs[request.request_id] for request in requests]
+        return [self._output(collected[request.request_id]) for request in requests]
 
-    def _output(
-        self, request: Request, token_ids: list[int], reason: FinishReason, num_cached: int
-    ) -> Output:
-        is_stopped = reason is FinishReason.STOP
-        text = self._model.codec.decode(token_ids[:-1] if is_stopped else token_ids)
-        num_prompt = len(request.prompt_token_ids)
-        return Output(text, token_ids, reason.value, num_prompt, num_cached)
+    def _grammar_of(self, request: Request) -> Grammar | None:
+        """Raises GrammarError."""
+        if request.constraint is None:
+            return None
+        if self._model.grammars is None:
+            raise RequestError("this model has no grammars", request.constraint.param)
+        return self._model.grammars.compile(request.constraint)
+
+    def _output(self, of: "_Collected") -> Output:
+        sampling, last = of.request.sampling, of.last
+        assert last is not None and last.finish_reason is not None, of.request.request_id
+        is_stopped = last.finish_reason is FinishReason.STOP
+        return Output(
+            text=self._model.codec.decode(of.token_ids[:-1] if is_stopped else of.token_ids),
+            token_ids=of.token_ids,
+            finish_reason=last.finish_reason.value,
+            prompt_tokens=len(of.request.prompt_token_ids),
+            cached_tokens=last.num_cached_tokens,
+            logprobs=None if sampling.logprobs is None else of.logprobs,
+            prompt_logprobs=None if sampling.prompt_logprobs is None else of.prompt_logprobs,
+            error=last.error,
+        )
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What has come of one request."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
+    last: TokenDelta | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
+        self.last = delta
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -272,9 +333,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, outputs: Iterable[Output]) -> None:
-    """Writes one JSON object per output, in order. Raises OSError."""
-    encode = msgspec.json.encode
-    path.write_bytes(b"".join(encode(asdict(output)) + b"\n" for output in outputs))
+    """Writes one JSON object per output, in order, of what the output has. Raises OSError."""
+    rows = (
+        {name: value for name, value in asdict(output).items() if value is not None}
+        for output in outputs
+    )
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 class JsonLines:
@@ -305,7 +369,12 @@ def _row(path: Path, line: int, text: bytes) -> Row:
             f"{path}:{line}: received {' and '.join(given) or 'no prompt'}; expected exactly one "
             f"of {', '.join(_PROMPT_KEYS)}"
         )
-    allowed = (given[0], *_SAMPLING_KEYS, *(_CHAT_KEYS if given[0] == "messages" else ()))
+    allowed = (
+        given[0],
+        *_SAMPLING_KEYS,
+        *_GUIDE_KEYS,
+        *(_CHAT_KEYS if given[0] == "messages" else ()),
+    )
     for key in values:
         if key not in allowed:
             raise RowError(
@@ -315,10 +384,6 @@ def _row(path: Path, line: int, text: bytes) -> Row:
     if not isinstance(values[given[0]], kind):
         raise RowError(f"{path}:{line}: {given[0]} is no {'text' if kind is str else 'list'}")
     return Row(line, values)
-
-
-def _request(request_id: str, prompt: EncodedPrompt, sampling: SamplingParams) -> Request:
-    return Request(request_id, prompt.token_ids, sampling, images=prompt.images)
 
 
 def _as_int(token: object) -> object:

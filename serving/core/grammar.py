@@ -19,14 +19,20 @@ it must. Special tokens are never legal inside the constrained text, however the
 import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from serving.core.request import ConstraintKind, OutputConstraint, RequestError
-from serving.core.tool_grammar import ToolGrammarError, tool_calls_grammar, with_bounded_whitespace
+from serving.core.request import TOOL_KINDS, ConstraintKind, OutputConstraint, RequestError
+from serving.core.tool_grammar import (
+    ToolGrammarError,
+    tool_calls_grammar,
+    with_bounded_whitespace,
+    without_schemas,
+)
 
 THINK_END = "</think>"
 DSML = "｜DSML｜"
@@ -109,6 +115,10 @@ class GrammarCompiler:
             # Definitions are checked only as far as they are used, so faults show as any type.
             raise _error(constraint, f"{type(error).__name__}: {error}") from None
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if matcher.is_error() and constraint.kind in TOOL_KINDS:
+            loose = without_schemas(constraint.text)
+            if loose is not None:
+                return self._compile(replace(constraint, text=loose))
         if matcher.is_error():
             raise _error(constraint, matcher.get_error())
         # The first mask is the slow one, and shows a grammar that is too complex.
@@ -239,10 +249,12 @@ class GrammarState:
         """
         _, body, ends = self._parts(tokens)
         self._triggers = self._triggers[self._num_triggered(tokens) :]
-        is_legal = not self._has_ended and self._matcher.consume_tokens(body)
-        if not is_legal or (ends and not self._matcher.is_accepting()):
-            detail = self._matcher.get_error() or "a token is not legal"
-            raise GrammarError(f"the output left its grammar: {_first_line(detail)}")
+        num_consumed = 0 if self._has_ended else self._matcher.try_consume_tokens(body)
+        if self._matcher.is_error():
+            raise _too_complex(self._matcher)
+        is_end_wrong = ends and (self._has_ended or not self._matcher.is_accepting())
+        if num_consumed < len(body) or is_end_wrong:
+            raise GrammarError(f"the output left its grammar by token {num_consumed} of {body}")
         self._has_ended = ends
 
     def _parts(self, tokens: Sequence[int]) -> tuple[int, list[int], bool]:
@@ -273,7 +285,11 @@ def _fill(matcher: LLMatcher, mask: np.ndarray) -> None:
     """
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error():
-        raise GrammarError(f"the grammar is too complex: {_first_line(matcher.get_error())}")
+        raise _too_complex(matcher)
+
+
+def _too_complex(matcher: LLMatcher) -> GrammarError:
+    return GrammarError(f"the grammar is too complex: {_first_line(matcher.get_error())}")
 
 
 def _error(constraint: OutputConstraint, detail: str) -> GrammarError:

@@ -13,7 +13,8 @@ A value that is marked as a string stands there raw, without quotes or escapes; 
 Parameters come in the order of the schema, the required ones all of them.
 
 A tool with `strict` is held to its schema, whatever that takes, or refused. Of any other tool the
-keywords that cannot be enforced are passed over, because its client asked for no guarantee.
+keywords that cannot be enforced are passed over, and in the end the whole schema, because its
+client asked for no guarantee.
 """
 
 import json
@@ -23,7 +24,7 @@ from typing import Any, cast
 
 from llguidance import regex_to_lark
 
-WHITESPACE_PATTERN = r"([ ]|\n[ \t]{0,64})?"
+WHITESPACE_PATTERN = r"([ ]|\n[ \t]{0,40})?"
 """White space between the parts of JSON: bounded, since a model may write blanks for ever."""
 
 _ANY_TEXT = r"(.|\n)*"
@@ -57,6 +58,20 @@ def tool_calls_grammar(tools_json: str, dsml_token_id: int, *, is_opened: bool) 
     rules["invoke"] = " | ".join(invokes)
     lines = [f"{name}: {body}" for name, body in rules.items()]
     return "%llguidance {}\n" + "\n".join(lines) + "\n"
+
+
+def without_schemas(tools_json: str) -> str | None:
+    """The tools without their parameters, any of which are allowed then.
+
+    None if one of them is strict, or if there is nothing to leave out.
+    """
+    tools = [_object(tool) for tool in json.loads(tools_json)]
+    functions = [_object(tool.get("function")) for tool in tools]
+    if any(function.get("strict") for function in functions):
+        return None
+    if not any(function.get("parameters") for function in functions):
+        return None
+    return json.dumps([{"function": function | {"parameters": None}} for function in functions])
 
 
 def with_bounded_whitespace(schema: Any, *, lenient: bool = False) -> Any:

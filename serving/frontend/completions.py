@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from serving.clock import Clock
-from serving.core.request import FinishReason, Request
+from serving.core.request import FinishReason, Request, TokenLogprob
 from serving.frontend import fields
 from serving.frontend.errors import bad_request, decode_body
 from serving.frontend.gateway import Update
@@ -13,6 +13,7 @@ from serving.frontend.protocols import (
     ServedModel,
     event,
     make_call_id,
+    refuse_stop_strings,
     usage,
     visible_tokens,
 )
@@ -39,6 +40,8 @@ class CompletionCall:
         self._created = clock.unix_s()
         self._id = make_call_id("cmpl")
         now_ns, seed = clock.now_ns(), fields.integer(body, "seed")
+        logprobs = _logprobs(body)
+        constraint = fields.guided_constraint(body, after_thinking=False)
         self.requests: list[Request] = []
         prompts = _prompts(body, model, prompts_max)
         for index, prompt in enumerate(prompts):
@@ -47,9 +50,13 @@ class CompletionCall:
                 max_tokens=_max_tokens(body, len(prompt), model),
                 vocab_size=model.vocab_size,
                 seed=seed,
+                logprobs=logprobs,
             )
-            self.requests.append(Request(f"{self._id}-{index}", prompt, sampling, now_ns))
+            self.requests.append(
+                Request(f"{self._id}-{index}", prompt, sampling, now_ns, constraint=constraint)
+            )
         stop = fields.stop_strings(body)
+        refuse_stop_strings(stop, constraint)
         echoes = fields.boolean(body, "echo")
         self._texts = [_Text(model, prompt, stop, echoes) for prompt in prompts]
 
@@ -66,7 +73,8 @@ class CompletionCall:
         new = text.take(update, visible_tokens(update, sampling, self._model.eos_token_id))
         if not self.is_streamed or (not new and text.finish_reason is None):
             return b""
-        return self._chunk([_choice(update.index, new, text.finish_reason)])
+        logprobs = text.take_logprobs()
+        return self._chunk([_choice(update.index, new, text.finish_reason, logprobs)])
 
     def is_over(self, index: int) -> bool:
         """Whether the text of a prompt has ended."""
@@ -79,7 +87,8 @@ class CompletionCall:
     def answer(self) -> bytes:
         """The `text_completion` object."""
         choices = [
-            _choice(index, text.text, text.finish_reason) for index, text in enumerate(self._texts)
+            _choice(index, text.text, text.finish_reason, text.take_logprobs())
+            for index, text in enumerate(self._texts)
         ]
         return msgspec.json.encode(self._object(choices) | {"usage": self._usage()})
 
@@ -118,12 +127,18 @@ class _Text:
         self.num_cached = 0
         self._decoder = PlainDecoder(model.codec, stop)
         self._unsent = model.codec.decode(prompt) if echoes else ""
+        self._codec = model.codec
+        self._entries: list[tuple[int, TokenLogprob]] = []
+        self._has_logprobs = False
+        self._offset = 0
 
     def take(self, update: Update, visible: list[int]) -> str:
         """Adds an update; returns the text that it made certain."""
         self.num_generated += len(update.token_ids)
         self.num_cached = update.num_cached_tokens
         new, self._unsent = self._unsent, ""
+        self._has_logprobs |= bool(update.logprobs)
+        self._entries += zip(visible, update.logprobs, strict=False)
         text, is_stopped = self._decoder.push(visible)
         new += text
         if is_stopped:
@@ -135,9 +150,48 @@ class _Text:
         self.text += new
         return new
 
+    def take_logprobs(self) -> dict[str, Any] | None:
+        """The log probabilities since the last call, None if they are not wanted."""
+        if not self._has_logprobs:
+            return None
+        found: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token, entry in self._entries:
+            text = self._codec.decode([token])
+            found["tokens"].append(text)
+            found["token_logprobs"].append(entry.logprob)
+            tops = {self._codec.decode([top]): value for top, value in reversed(entry.top)}
+            found["top_logprobs"].append(tops or None)
+            found["text_offset"].append(self._offset)
+            self._offset += len(text)
+        self._entries.clear()
+        return found
 
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+def _choice(
+    index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _logprobs(body: dict[str, Any]) -> int | None:
+    """How many of the most likely tokens are wanted beside each token; None for no report."""
+    if body.get("top_logprobs") is not None:
+        raise bad_request(
+            "top_logprobs belongs to chats; for completions logprobs is the number of tokens",
+            "top_logprobs",
+        )
+    wanted = fields.integer(body, "logprobs")
+    if wanted is not None and fields.boolean(body, "echo"):
+        raise bad_request(
+            "logprobs together with echo are not supported: the prompt has none; leave one out",
+            "logprobs",
+        )
+    return wanted
 
 
 def _check_model(body: dict[str, Any], model: ServedModel) -> None:

@@ -7,7 +7,9 @@ it; a field without influence on the answer (`user`, `metadata`, ...) is ignored
 from collections.abc import Mapping
 from typing import Any
 
-from serving.core.request import RequestError, SamplingParams
+import msgspec
+
+from serving.core.request import ConstraintKind, OutputConstraint, RequestError, SamplingParams
 from serving.frontend.errors import bad_request
 
 STOP_STRINGS_MAX = 16
@@ -18,25 +20,14 @@ _Body = Mapping[str, Any]
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
+    "prompt_logprobs": (),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
 }
 
 
@@ -115,12 +106,24 @@ def include_usage(body: _Body, is_streamed: bool) -> bool:
 
 
 def sampling_params(
-    body: _Body, *, max_tokens: int, vocab_size: int, seed: int | None
+    body: _Body,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    seed: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The sampling settings in the body.
 
-    `top_k` of -1 and 0 both keep every token. Raises ApiError 400.
+    `logprobs` are read by the caller, since each dialect asks for them in its own way. `top_k` of
+    -1 and 0 both keep every token. Raises ApiError 400.
     """
+    neutral = SamplingParams()
+    numbers = {
+        name: number(body, name)
+        for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    }
     temperature, top_p = number(body, "temperature"), number(body, "top_p")
     top_k = integer(body, "top_k")
     try:
@@ -132,6 +135,13 @@ def sampling_params(
             seed=seed,
             stop_token_ids=_stop_token_ids(body, vocab_size),
             ignore_eos=boolean(body, "ignore_eos"),
+            logit_bias=_logit_bias(body, vocab_size),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **{
+                name: getattr(neutral, name) if value is None else value
+                for name, value in numbers.items()
+            },
         )
     except RequestError as error:
         raise bad_request(str(error), error.param) from None
@@ -147,6 +157,92 @@ def _stop_token_ids(body: _Body, vocab_size: int) -> tuple[int, ...]:
             "stop_token_ids",
         )
     return tuple(value)
+
+
+def _logit_bias(body: _Body, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Pairs of token and bias of an object `{"token id": bias}`."""
+    value = body.get("logit_bias")
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise bad_request(
+            f'logit_bias is {_shown(value)}; expected an object such as {{"50": -100}}',
+            "logit_bias",
+        )
+    pairs: list[tuple[int, float]] = []
+    for key, bias in value.items():
+        token = int(key) if key.isascii() and key.isdecimal() else None
+        if not is_token_id(token, vocab_size):
+            raise bad_request(
+                f"logit_bias names token {_shown(key)}; expected ids from 0 to {vocab_size - 1}",
+                "logit_bias",
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise bad_request(
+                f"logit_bias of token {key} is {_shown(bias)}; expected a number from -100 to 100",
+                "logit_bias",
+            )
+        pairs.append((int(key), float(bias)))
+    return tuple(pairs)
+
+
+def guided_constraint(body: _Body, *, after_thinking: bool) -> OutputConstraint | None:
+    """The constraint that a field beyond the public protocol asks for, None if none does.
+
+    These are `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`, or an object
+    `structured_outputs` with one of `json`, `regex`, `choice` and `grammar`. Raises ApiError 400.
+    """
+    found = [
+        (f"guided_{name}", name, body[f"guided_{name}"])
+        for name in GUIDES
+        if body.get(f"guided_{name}") is not None
+    ]
+    nested = body.get("structured_outputs")
+    if nested is not None:
+        if not isinstance(nested, dict) or not nested.keys() <= GUIDES.keys():
+            raise bad_request(
+                f"structured_outputs is {_shown(nested)}; expected an object with one of "
+                f"{', '.join(GUIDES)}",
+                "structured_outputs",
+            )
+        found += [("structured_outputs", name, nested[name]) for name in nested]
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(param for param, _, _ in found)
+        raise bad_request(f"received {names}; expected at most one of them", found[1][0])
+    param, name, value = found[0]
+    kind, text = _guide(param, name, value)
+    return OutputConstraint(kind, text, after_thinking, param)
+
+
+GUIDES = {
+    "json": ConstraintKind.JSON,
+    "regex": ConstraintKind.REGEX,
+    "choice": ConstraintKind.GRAMMAR,
+    "grammar": ConstraintKind.GRAMMAR,
+}
+
+
+def _guide(param: str, name: str, value: object) -> tuple[ConstraintKind, str]:
+    """Kind and text of a constraint."""
+    if name == "json":
+        if not isinstance(value, dict | str):
+            raise bad_request(f"{param} is {_shown(value)}; expected a JSON schema", param)
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        return ConstraintKind.JSON, text
+    if name == "choice":
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(item, str) for item in value)
+        ):
+            raise bad_request(f"{param} is {_shown(value)}; expected a list of texts", param)
+        literals = (msgspec.json.encode(item).decode() for item in value)
+        return ConstraintKind.GRAMMAR, f"start: {' | '.join(literals)}"
+    if not isinstance(value, str) or not value:
+        raise bad_request(f"{param} is {_shown(value)}; expected a text", param)
+    return GUIDES[name], value
 
 
 def is_token_id(value: object, vocab_size: int) -> bool:

@@ -8,10 +8,10 @@ is bounded: a reader that falls too far behind is cut off and its requests are a
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serving.clock import Clock, s_of_ns
-from serving.core.request import FinishReason, Request, TokenDelta
+from serving.core.request import FinishReason, Request, TokenDelta, TokenLogprob
 from serving.frontend.errors import ApiError, bad_request, unavailable
 from serving.nodes import messages
 from serving.nodes.messages import Message, RefusalReason
@@ -24,12 +24,16 @@ STATUS_TIMEOUT_S = 1.0
 
 @dataclass(slots=True)
 class Update:
-    """What happened to the call's request number `index` since the reader's last look."""
+    """What happened to the call's request number `index` since the reader's last look.
+
+    `logprobs` are those of `token_ids`, if they were asked for.
+    """
 
     index: int
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
 
 class TokenStream:
@@ -89,6 +93,7 @@ class TokenStream:
         if update is None:
             update = self._pending[index] = Update(index, [])
         update.token_ids.extend(delta.token_ids)
+        update.logprobs.extend(delta.logprobs)
         update.finish_reason = delta.finish_reason
         update.num_cached_tokens = delta.num_cached_tokens
         self._num_pending_tokens += len(delta.token_ids)
@@ -250,6 +255,11 @@ class Gateway:
         self._measure(entry, delta, now_ns)
         if delta.finish_reason is not None:
             self._forget(delta.request_id, delta.finish_reason.value)
+        if delta.finish_reason is FinishReason.ERROR:
+            constraint = entry.request.constraint
+            param = None if constraint is None else constraint.param
+            entry.stream.fail(bad_request(delta.error or "The request failed", param))
+            return
         if not entry.stream.put(entry.index, delta, self._backlog_tokens_max):
             entry.stream.fail(
                 ApiError(500, f"More than {self._backlog_tokens_max} tokens waited for the reader")

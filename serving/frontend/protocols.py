@@ -14,7 +14,14 @@ import deepseek_recipe as recipe
 import msgspec
 
 from serving.clock import Clock
-from serving.core.request import FinishReason, Request, SamplingParams
+from serving.core.request import (
+    TOOL_KINDS,
+    ConstraintKind,
+    FinishReason,
+    OutputConstraint,
+    Request,
+    SamplingParams,
+)
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
 from serving.frontend.gateway import Update
@@ -100,6 +107,16 @@ def visible_tokens(update: Update, sampling: SamplingParams, eos: int | None) ->
     return tokens
 
 
+def refuse_stop_strings(stop: Sequence[str], constraint: OutputConstraint | None) -> None:
+    """Raise ApiError 400 for stop strings that could cut a constrained text short."""
+    if stop and constraint is not None and constraint.kind not in TOOL_KINDS:
+        raise bad_request(
+            f"stop together with {constraint.param}: it could end the text before that has the "
+            "wanted form; leave one of them out",
+            "stop",
+        )
+
+
 def usage(prompt: int, generated: int, cached: int) -> dict[str, Any]:
     """The usage object, counting every token that the engine sampled."""
     return {
@@ -130,14 +147,27 @@ class ChatCall:
             raise
         options = converted.inference_options
         sampling = fields.sampling_params(
-            body, max_tokens=max_tokens, vocab_size=model.vocab_size, seed=options.seed
+            body,
+            max_tokens=max_tokens,
+            vocab_size=model.vocab_size,
+            seed=options.seed,
+            logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         )
+        constraint = _constraint(body, converted)
+        refuse_stop_strings(converted.parsing_options.stop_sequences, constraint)
         self.is_streamed = converted.stream
         self._includes_usage = fields.include_usage(body, converted.stream)
         self._model = model
         call_id = make_call_id("chatcmpl")
         self.requests = [
-            Request(call_id, prompt.token_ids, sampling, clock.now_ns(), prompt.images)
+            Request(
+                call_id,
+                prompt.token_ids,
+                sampling,
+                clock.now_ns(),
+                prompt.images,
+                constraint=constraint,
+            )
         ]
         self._num_generated = 0
         self._num_cached = 0
@@ -164,7 +194,10 @@ class ChatCall:
         tokens = visible_tokens(update, self.requests[0].sampling, self._model.eos_token_id)
         chunks: list[Any] = []
         if tokens:
-            chunks += self._processor.push(recipe.InferenceChunk.tokens(tokens))
+            # The last token may be missing from `tokens`, but not from the reports.
+            logprobs = [(entry.logprob, entry.top) for entry in update.logprobs[: len(tokens)]]
+            chunk = recipe.InferenceChunk.tokens(tokens, logprobs or None)
+            chunks += self._processor.push(chunk)
         if update.finish_reason is not None and not self._processor.finished:
             reason = recipe.InferenceFinishReason.Stop
             if update.finish_reason is FinishReason.LENGTH:
@@ -231,6 +264,31 @@ def _with_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"max_tokens": body["max_completion_tokens"]}
 
 
+_CONSTRAINT_PARAMS = {
+    ConstraintKind.TOOL_CALL: "tools",
+    ConstraintKind.TOOL_CALL_REQUIRED: "tool_choice",
+}
+
+
+def _constraint(
+    body: dict[str, Any], converted: recipe.ConversationRequest
+) -> OutputConstraint | None:
+    """The form that the answer must have, by the public protocol or beyond it."""
+    stage = converted.parsing_options.thinking_initial_stage
+    after_thinking = stage is not None and stage.starts_in_reasoning()
+    guided = fields.guided_constraint(body, after_thinking=after_thinking)
+    wanted = converted.inference_options.output_constraint
+    if wanted is None:
+        return guided
+    kind = ConstraintKind(wanted.kind)
+    param = _CONSTRAINT_PARAMS.get(kind, "response_format")
+    if guided is not None:
+        raise bad_request(
+            f"received {guided.param} and {param}; expected at most one of them", guided.param
+        )
+    return OutputConstraint(kind, wanted.schema, after_thinking, param)
+
+
 def _convert(
     raw: bytes, body: dict[str, Any], renamed: dict[str, Any], model: ServedModel
 ) -> tuple[recipe.ConversationRequest, EncodedPrompt, int]:
@@ -246,15 +304,6 @@ def _convert(
     request = recipe.ChatCompletionRequest(raw if renamed is body else renamed)
     converted = request.convert(options)
     conversation = converted.conversation
-    constraint = converted.inference_options.output_constraint
-    if constraint is not None and constraint.kind in ("json", "regex"):
-        raise bad_request(
-            "response_format is not enforced yet, so only text is accepted", "response_format"
-        )
-    if constraint is not None and constraint.kind == "tool_call_required":
-        raise bad_request(
-            "tool_choice cannot be enforced yet; expected auto or none", "tool_choice"
-        )
     prompt = model.images.encode(conversation, model.codec)
     num_tokens = len(prompt.token_ids)
     if num_tokens >= model.context_max:

@@ -6,11 +6,15 @@ sends the tokens of the last one, so the device waits for planning only.
 When a step fails or does not come back in time the device is taken as lost: every request ends
 with one `Failed`, and from then on new ones are refused. The worker never tries to go on, because
 after a failed step the donated caches are gone.
+
+A request with an output constraint waits until its grammar is compiled, which is done elsewhere.
 """
 
 from collections import deque
+from functools import partial
 
 from serving.clock import s_of_ns
+from serving.core.grammar import Grammar, GrammarCompiler
 from serving.core.request import QueueFullError, Request, RequestError, TokenDelta
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine
@@ -20,19 +24,33 @@ from serving.nodes.node import NodeId, Outbox
 
 _WATCHDOG = "watchdog"
 
+COMPILING_MAX = 64
+"""Requests whose grammars may be compiled at one time."""
+
 
 class MeshWorker:
     """A node around one `Engine`.
 
     `step_timeout_ns` is how long one step may take before the device counts as lost. It is
-    noticed after one to two such spans, because one timer serves all steps.
+    noticed after one to two such spans, because one timer serves all steps. `grammars` compiles
+    the constraints of requests, each within `grammar_timeout_ns`; None for a model without.
     """
 
-    def __init__(self, node_id: NodeId, engine: Engine, step_timeout_ns: int) -> None:
+    def __init__(
+        self,
+        node_id: NodeId,
+        engine: Engine,
+        step_timeout_ns: int,
+        grammars: GrammarCompiler | None = None,
+        grammar_timeout_ns: int = 0,
+    ) -> None:
         self.node_id = node_id
         self.outbox = Outbox()
         self._engine = engine
         self._step_timeout_ns = step_timeout_ns
+        self._grammars = grammars
+        self._grammar_timeout_ns = grammar_timeout_ns
+        self._compiling: dict[str, tuple[NodeId, Request]] = {}
         self._owners: dict[str, NodeId] = {}
         self._failure: str | None = None
         self._steps_in_flight: deque[int] = deque()
@@ -45,6 +63,8 @@ class MeshWorker:
                 self._on_step_done(result)
             case messages.Submit(request):
                 self._on_submit(source, request)
+            case messages.Computed(request_id, grammar, error):
+                self._on_grammar(request_id, grammar, error)
             case messages.Abort(request_id):
                 self._on_abort(request_id)
             case messages.StepFailed(step_index, detail):
@@ -71,22 +91,57 @@ class MeshWorker:
 
     def _on_submit(self, source: NodeId, request: Request) -> None:
         request_id = request.request_id
-        if request_id in self._owners:
+        if request_id in self._owners or request_id in self._compiling:
             return  # A duplicate: the first one is being served.
-        refused = self._admit(request)
+        if request.constraint is None or self._failure is not None:
+            self._start(source, request, None)
+            return
+        refused = self._begin_compiling(source, request)
+        if refused is not None:
+            self.outbox.send(source, refused)
+
+    def _begin_compiling(self, source: NodeId, request: Request) -> messages.Refused | None:
+        request_id, constraint = request.request_id, request.constraint
+        assert constraint is not None
+        if self._grammars is None:
+            detail = f"{constraint.param} is not supported: this model has no grammars"
+            return messages.Refused(request_id, RefusalReason.INVALID, detail, constraint.param)
+        if len(self._compiling) >= COMPILING_MAX:
+            detail = f"{COMPILING_MAX} grammars are being compiled already; send it again later"
+            return messages.Refused(request_id, RefusalReason.BUSY, detail)
+        self._compiling[request_id] = (source, request)
+        job = partial(self._grammars.compile, constraint)
+        self.outbox.compute(request_id, job, self._grammar_timeout_ns)
+        return None
+
+    def _on_grammar(self, request_id: str, grammar: object, error: str | None) -> None:
+        source, request = self._compiling.pop(request_id, (None, None))
+        if source is None or request is None:
+            return  # Aborted, or ended by a failure, in the meantime.
+        if error is None:
+            assert isinstance(grammar, Grammar), f"{grammar} is no grammar"
+            self._start(source, request, grammar)
+            return
+        assert request.constraint is not None
+        param = request.constraint.param
+        refused = messages.Refused(request_id, RefusalReason.INVALID, error, param)
+        self.outbox.send(source, refused)
+
+    def _start(self, source: NodeId, request: Request, grammar: Grammar | None) -> None:
+        refused = self._admit(request, grammar)
         if refused is not None:
             self.outbox.send(source, refused)
             return
-        self._owners[request_id] = source
-        self.outbox.send(source, messages.Admitted(request_id))
+        self._owners[request.request_id] = source
+        self.outbox.send(source, messages.Admitted(request.request_id))
         self._advance()
 
-    def _admit(self, request: Request) -> messages.Refused | None:
+    def _admit(self, request: Request, grammar: Grammar | None) -> messages.Refused | None:
         request_id = request.request_id
         if self._failure is not None:
             return messages.Refused(request_id, RefusalReason.UNAVAILABLE, self._failure)
         try:
-            self._engine.admit(request)
+            self._engine.admit(request, grammar)
         except QueueFullError as error:
             return messages.Refused(request_id, RefusalReason.BUSY, str(error))
         except RequestError as error:
@@ -94,6 +149,7 @@ class MeshWorker:
         return None
 
     def _on_abort(self, request_id: str) -> None:
+        self._compiling.pop(request_id, None)
         if self._owners.pop(request_id, None) is not None:
             self._engine.abort(request_id)
             self._advance()
@@ -135,8 +191,10 @@ class MeshWorker:
     def _fail(self, detail: str) -> None:
         self._failure = detail
         self._steps_in_flight.clear()
-        for request_id, owner in self._owners.items():
+        owners = self._owners | {name: owner for name, (owner, _) in self._compiling.items()}
+        for request_id, owner in owners.items():
             self.outbox.send(owner, messages.Failed(request_id, detail))
         self._owners.clear()
+        self._compiling.clear()
         # Last, because this raises when it was the engine that broke.
         self._engine.fail()

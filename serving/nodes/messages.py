@@ -78,6 +78,15 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """Driver to node: the job `key` has given `value`, or `error` says why it has not."""
+
+    key: str
+    value: object
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Crashed:
     """Driver to node: handling a message raised, so the node's state is not to be trusted."""
 
@@ -109,6 +118,7 @@ Message = (
     | Failed
     | StepDone
     | StepFailed
+    | Computed
     | Crashed
     | QueryStatus
     | WorkerStatus

@@ -6,6 +6,7 @@ any message is handled in any state; duplicates are harmless; every queue has a 
 one answers *refused, because*; every wait has a timer; the work of one call is bounded.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +48,19 @@ class Execute:
     plan: StepPlan
 
 
-Effect = Send | SetTimer | Execute
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Call `job`, slow pure work, away from the nodes; `Computed` with the same `key` follows.
+
+    After `timeout_ns` it is given up.
+    """
+
+    key: str
+    job: Callable[[], object]
+    timeout_ns: int
+
+
+Effect = Send | SetTimer | Execute | Compute
 
 
 class Outbox:
@@ -67,6 +80,10 @@ class Outbox:
     def execute(self, plan: StepPlan) -> None:
         """Asks for a plan to be run on the device."""
         self._effects.append(Execute(plan))
+
+    def compute(self, key: str, job: Callable[[], object], timeout_ns: int) -> None:
+        """Asks for slow work to be done."""
+        self._effects.append(Compute(key, job, timeout_ns))
 
     def take(self) -> list[Effect]:
         """The effects since the last call, oldest first; the outbox is empty afterwards."""

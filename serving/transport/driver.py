@@ -1,9 +1,9 @@
 """Performs the effects of nodes under asyncio, and reads the system's clock for everybody.
 
-All nodes live on the event loop's thread. Each executor has two threads of its own: one submits
-plans as they come, the other waits for results and posts them back to the loop, so that a step is
-dispatched while the one before it runs. Of the effects of one call the execution comes first, so
-the device starts before tokens travel.
+All nodes live on the event loop's thread. Each executor has one thread of its own: it takes a
+plan, submits it, waits for its result and posts that back to the loop. Of the effects of one call
+the execution comes first, so the device starts before tokens travel. Slow work that nodes ask for
+is done by a few threads of its own.
 """
 
 import asyncio
@@ -13,15 +13,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
+from serving.core.request import RequestError
 from serving.core.step_plan import StepPlan
 from serving.engine.engine import Executor
 from serving.nodes import messages
 from serving.nodes.messages import Message
-from serving.nodes.node import Execute, Node, NodeId, Send, SetTimer
+from serving.nodes.node import Compute, Execute, Node, NodeId, Send, SetTimer
 from serving.transport.in_process import InProcessNetwork
 
 _log = logging.getLogger(__name__)
+
+_COMPUTE_THREADS = 2
 
 
 class SystemClock:
@@ -55,6 +59,8 @@ class Driver:
         self._executors = executors
         self._threads: dict[NodeId, _ExecutorThreads] = {}
         self._timers: dict[tuple[NodeId, str], asyncio.TimerHandle] = {}
+        self._computing: set[asyncio.Task[None]] = set()
+        self._compute_threads = ThreadPoolExecutor(_COMPUTE_THREADS, "compute")
 
     async def __aenter__(self) -> "Driver":
         loop = asyncio.get_running_loop()
@@ -67,6 +73,9 @@ class Driver:
     async def __aexit__(self, *_: object) -> None:
         for handle in self._timers.values():
             handle.cancel()
+        for task in list(self._computing):
+            task.cancel()
+        self._compute_threads.shutdown(wait=False, cancel_futures=True)
         for thread in self._threads.values():
             thread.stop()
 
@@ -82,6 +91,10 @@ class Driver:
                     self._network.send(node_id, destination, message)
                 case SetTimer(name, delay_ns):
                     self._set_timer(node_id, name, delay_ns)
+                case Compute():
+                    task = asyncio.get_running_loop().create_task(self._compute(node_id, effect))
+                    self._computing.add(task)
+                    task.add_done_callback(self._computing.discard)
                 case Execute():
                     pass
 
@@ -100,6 +113,22 @@ class Driver:
                 crashed = messages.Crashed(f"{type(error).__name__}: {error}")
                 self._network.send(destination, destination, crashed)
         self.perform(destination)
+
+    async def _compute(self, node_id: NodeId, effect: Compute) -> None:
+        """Does slow work; a job that is given up runs to its end unheard."""
+        value, error = None, None
+        loop, seconds = asyncio.get_running_loop(), effect.timeout_ns / 1e9
+        try:
+            async with asyncio.timeout(seconds):
+                value = await loop.run_in_executor(self._compute_threads, effect.job)
+        except TimeoutError:
+            error = f"not finished within {seconds:g} s; make it simpler"
+        except RequestError as refusal:
+            error = str(refusal)
+        except Exception as fault:
+            _log.exception("job %s of %s failed", effect.key, node_id)
+            error = f"{type(fault).__name__}: {fault}"
+        self._on_completion(node_id, messages.Computed(effect.key, value, error))
 
     def _on_completion(self, node_id: NodeId, message: Message) -> None:
         self._network.send(node_id, node_id, message)

@@ -12,6 +12,7 @@ import uvicorn
 
 from serving.cluster import FRONTEND, MESH_WORKER, Environment, ModelFacts, build
 from serving.config import ServingConfig
+from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
 from serving.frontend.app import make_app
 from serving.frontend.gateway import Gateway
@@ -30,6 +31,7 @@ FACTS = ModelFacts(
     eos_token_id=1,
     images=ImageGeometry(318, 14, 3, 64, 1764),
 )
+GRAMMARS = GrammarCompiler((MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8"), 320, 1)
 SMALL = {
     "engine.max_context": 512,
     "engine.num_blocks": 65,
@@ -79,7 +81,7 @@ class RunningService:
         self.gateway = Gateway(
             FRONTEND, MESH_WORKER, clock, ServiceMetrics(), self.config.server.backlog_tokens_max
         )
-        environment = Environment(clock, random.Random(1), self.executor)
+        environment = Environment(clock, random.Random(1), self.executor, GRAMMARS)
         cluster = build(self.config, FACTS, environment, self.gateway)
         model = ServedModel(
             "tiny-v41",

@@ -1,5 +1,6 @@
 """An executor without a device, for tests of everything above it: what it samples after position
-`p` is `token_at(p + 1)`, so that every answer can be worked out by hand.
+`p` is `token_at(p + 1)`, so that every answer can be worked out by hand. Masks are obeyed, log
+probabilities are made up, and other controls are passed over.
 """
 
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from serving.core.buckets import StepKind
+from serving.core.controls import LogprobColumns, StepReport
 from serving.core.step_plan import StepPlan, StepResult
 
 
@@ -52,4 +54,25 @@ class ScriptedExecutor:
         for start, count in zip(plan.starts.tolist(), plan.num_tokens.tolist(), strict=True):
             after = [self._token_at(start + offset + 1) for offset in range(count)]
             tokens += after[-1:] if plan.kind is StepKind.PREFILL else after
-        return StepResult(plan.step_index, np.array(tokens, np.int32))
+        sampled = np.array(tokens, np.int32)
+        if plan.controls is None:
+            return StepResult(plan.step_index, sampled)
+        masks = plan.controls.masks
+        if masks is not None:
+            pairs = zip(sampled.tolist(), masks, strict=True)
+            sampled = np.array([_legal(token, mask) for token, mask in pairs], np.int32)
+        report = StepReport(_made_up_logprobs(sampled), _made_up_logprobs(plan.token_ids + 1))
+        return StepResult(plan.step_index, sampled, report)
+
+
+def _legal(token: int, mask: np.ndarray) -> int:
+    """The token, or the first one above it, around the end, that the mask allows."""
+    legal = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return min(legal.tolist(), key=lambda other: (other < token, other))
+
+
+def _made_up_logprobs(tokens: np.ndarray) -> LogprobColumns:
+    """Minus a hundredth of each token; the likeliest are the token and those after it."""
+    top_tokens = tokens[:, None] + np.arange(20)
+    values = -tokens[:, None] / 100 - np.arange(20)
+    return LogprobColumns(values[:, 0].astype(np.float32), top_tokens, values.astype(np.float32))

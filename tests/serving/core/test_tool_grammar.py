@@ -137,6 +137,10 @@ def test_raw_strings_keep_length_and_pattern() -> None:
 def test_only_strict_tools_are_refused_for_their_schema() -> None:
     odd = schema({"x": {"type": "integer", "not": {"const": 3}}}, "x")
     assert is_legal(large(), [tool("f", odd)], call("f", parameter("x", "4", is_raw=False)))
+    broken = tool("f", schema({"x": {"type": "integr"}}, "x"))
+    assert is_legal(large(), [broken], call("f", parameter("x", "4", is_raw=False)))
+    assert is_legal(large(), [broken], call("f", parameter("y", "4", is_raw=True)))
+    assert not is_legal(large(), [broken], call("g"))
     constraint = OutputConstraint(
         ConstraintKind.TOOL_CALL, json.dumps([tool("f", odd, strict=True)]), param="tools"
     )

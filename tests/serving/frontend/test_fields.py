@@ -6,7 +6,7 @@ Method: good and bad values of each reader side by side.
 
 import pytest
 
-from serving.core.request import SamplingParams
+from serving.core.request import ConstraintKind, OutputConstraint, SamplingParams
 from serving.frontend import fields
 from serving.frontend.errors import ApiError
 
@@ -98,25 +98,14 @@ def test_bad_sampling_params(body: dict[str, object], param: str) -> None:
     [
         ("n", 1, 2),
         ("best_of", 1, 3),
-        ("logit_bias", {}, {"3": 1}),
-        ("presence_penalty", 0.0, 0.1),
-        ("frequency_penalty", 0, -1),
-        ("repetition_penalty", 1.0, 1.1),
-        ("min_p", 0, 0.2),
         ("min_tokens", 0, 1),
-        ("logprobs", False, True),
-        ("top_logprobs", 0, 2),
+        ("prompt_logprobs", None, 2),
         ("suffix", "", "end"),
         ("functions", [], [{"name": "f"}]),
         ("function_call", "none", "auto"),
         ("audio", None, {}),
         ("prediction", None, {}),
         ("web_search_options", None, {}),
-        ("guided_json", None, {}),
-        ("guided_regex", None, "a"),
-        ("guided_choice", None, ["a"]),
-        ("guided_grammar", None, "a"),
-        ("structured_outputs", None, {}),
     ],
 )
 def test_unsupported_fields(name: str, neutral: object, asking: object) -> None:
@@ -127,6 +116,91 @@ def test_unsupported_fields(name: str, neutral: object, asking: object) -> None:
 
 
 def test_zero_is_not_false() -> None:
-    # For completions `logprobs` is a count, and 0 asks for the chosen token's probability.
     with pytest.raises(ApiError):
-        fields.refuse_unsupported({"logprobs": 0})
+        fields.refuse_unsupported({"min_tokens": False})
+
+
+def test_controls_from_a_body() -> None:
+    body = {
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -2,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"7": -100, "0": 2.5},
+    }
+    found = fields.sampling_params(
+        body, max_tokens=9, vocab_size=8, seed=None, logprobs=3, prompt_logprobs=0
+    )
+    assert found == SamplingParams(
+        max_tokens=9,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-2.0,
+        frequency_penalty=0.5,
+        logit_bias=((7, -100.0), (0, 2.5)),
+        logprobs=3,
+        prompt_logprobs=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": "much"}, "frequency_penalty"),
+        ({"logit_bias": [3]}, "logit_bias"),
+        ({"logit_bias": {"8": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": "x"}}, "logit_bias"),
+        ({"logit_bias": {"3": True}}, "logit_bias"),
+        ({"logit_bias": {"3": 101}}, "logit_bias"),
+        ({"logit_bias": {"3": 1, "03": 1}}, "logit_bias"),
+    ],
+)
+def test_bad_controls(body: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        fields.sampling_params(body, max_tokens=1, vocab_size=8, seed=None)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text", "param"),
+    [
+        ({"guided_json": {"type": "object"}}, "json", '{"type":"object"}', "guided_json"),
+        ({"guided_json": "{}"}, "json", "{}", "guided_json"),
+        ({"guided_regex": "a+"}, "regex", "a+", "guided_regex"),
+        ({"guided_grammar": "root ::= x"}, "grammar", "root ::= x", "guided_grammar"),
+        ({"guided_choice": ["a", '"']}, "grammar", 'start: "a" | "\\""', "guided_choice"),
+        ({"structured_outputs": {"regex": "a"}}, "regex", "a", "structured_outputs"),
+    ],
+)
+def test_guides(body: dict[str, object], kind: str, text: str, param: str) -> None:
+    expected = OutputConstraint(ConstraintKind(kind), text, True, param)
+    assert fields.guided_constraint(body, after_thinking=True) == expected
+
+
+def test_without_a_guide_there_is_no_constraint() -> None:
+    for body in ({}, {"guided_json": None}, {"structured_outputs": {}}):
+        assert fields.guided_constraint(body, after_thinking=False) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"guided_json": 3}, "guided_json"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 3]}, "guided_choice"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ],
+)
+def test_bad_guides(body: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        fields.guided_constraint(body, after_thinking=False)
+    assert (caught.value.status, caught.value.param) == (400, param)

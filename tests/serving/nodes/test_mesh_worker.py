@@ -8,11 +8,18 @@ import random
 
 from serving.cluster import ModelFacts, make_engine
 from serving.config import EngineOptions
-from serving.core.request import FinishReason, Request, SamplingParams
+from serving.core.request import (
+    ConstraintKind,
+    FinishReason,
+    OutputConstraint,
+    Request,
+    SamplingParams,
+)
 from serving.nodes import messages
-from serving.nodes.mesh_worker import MeshWorker
+from serving.nodes.mesh_worker import COMPILING_MAX, MeshWorker
 from serving.nodes.messages import Message, RefusalReason
-from serving.nodes.node import Effect, Execute, NodeId, Send, SetTimer
+from serving.nodes.node import Compute, Effect, Execute, NodeId, Send, SetTimer
+from tests.serving.core.vocabularies import SMALL
 from tests.serving.scripted import ScriptedExecutor
 
 WORKER = NodeId("mesh_worker", "0")
@@ -173,3 +180,77 @@ def test_watchdog_spares_steps_that_end_and_catches_one_that_hangs() -> None:
     assert isinstance(failed, messages.Failed) and "step 1 did not finish" in failed.detail
     worker.on_timer("watchdog")
     assert worker.outbox.take() == [], "nothing is left to watch"
+
+
+CONSTRAINT = OutputConstraint(ConstraintKind.REGEX, "[ab]{2}", param="guided_regex")
+
+
+def make_constrained_worker() -> MeshWorker:
+    facts = ModelFacts(vocab_size=320, max_position_embeddings=4096, eos_token_id=1)
+    engine = make_engine(OPTIONS, facts, random.Random(1))
+    return MeshWorker(WORKER, engine, TIMEOUT_NS, SMALL, 2000)
+
+
+def constrained(name: str) -> Request:
+    return Request(name, (3, 4), SamplingParams(max_tokens=3), constraint=CONSTRAINT)
+
+
+def compute_of(effects: list[Effect]) -> Compute:
+    (effect,) = effects
+    assert isinstance(effect, Compute) and effect.timeout_ns == 2000
+    return effect
+
+
+def test_a_constrained_request_waits_for_its_grammar() -> None:
+    worker, executor = make_constrained_worker(), ScriptedExecutor(lambda position: 67)
+    job = compute_of(give(worker, messages.Submit(constrained("a"))))
+    assert give(worker, messages.Submit(constrained("a"))) == [], "a duplicate"
+    effects = give(worker, messages.Computed(job.key, job.job()), WORKER)
+    assert sent(effects) == [messages.Admitted("a")]
+    for _ in range(3):
+        effects = give(worker, run(effects, executor), WORKER)
+    (tokens,) = sent(effects)
+    assert isinstance(tokens, messages.Tokens)
+    assert tokens.deltas[0].finish_reason is FinishReason.STOP
+    assert give(worker, messages.Computed(job.key, job.job()), WORKER) == [], "late"
+    assert is_idle(worker)
+
+
+def test_a_grammar_that_cannot_be_compiled_is_a_refusal() -> None:
+    worker = make_constrained_worker()
+    job = compute_of(give(worker, messages.Submit(constrained("a"))))
+    effects = give(worker, messages.Computed(job.key, None, "too hard"), WORKER)
+    refused = messages.Refused("a", RefusalReason.INVALID, "too hard", "guided_regex")
+    assert sent(effects) == [refused]
+    assert compute_of(give(worker, messages.Submit(constrained("a")))), "it may be sent again"
+
+
+def test_an_abort_while_compiling() -> None:
+    worker = make_constrained_worker()
+    job = compute_of(give(worker, messages.Submit(constrained("a"))))
+    assert give(worker, messages.Abort("a")) == []
+    assert give(worker, messages.Computed(job.key, job.job()), WORKER) == []
+    assert is_idle(worker)
+
+
+def test_a_failure_while_compiling_ends_the_request() -> None:
+    worker = make_constrained_worker()
+    job = compute_of(give(worker, messages.Submit(constrained("a"))))
+    assert sent(give(worker, messages.Crashed("boom"), WORKER)) == [messages.Failed("a", "boom")]
+    assert give(worker, messages.Computed(job.key, job.job()), WORKER) == []
+    (refused,) = sent(give(worker, messages.Submit(constrained("b"))))
+    assert isinstance(refused, messages.Refused) and refused.reason is RefusalReason.UNAVAILABLE
+
+
+def test_compiling_is_bounded() -> None:
+    worker = make_constrained_worker()
+    for number in range(COMPILING_MAX):
+        compute_of(give(worker, messages.Submit(constrained(str(number)))))
+    (refused,) = sent(give(worker, messages.Submit(constrained("more"))))
+    assert isinstance(refused, messages.Refused) and refused.reason is RefusalReason.BUSY
+
+
+def test_a_model_without_grammars_refuses_constraints() -> None:
+    (refused,) = sent(give(make_worker(), messages.Submit(constrained("a"))))
+    assert isinstance(refused, messages.Refused)
+    assert (refused.reason, refused.param) == (RefusalReason.INVALID, "guided_regex")

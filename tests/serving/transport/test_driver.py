@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from serving.core.buckets import Bucket, StepKind
+from serving.core.request import RequestError
 from serving.core.step_plan import StepPlan, StepResult
 from serving.nodes import messages
 from serving.nodes.messages import Message
@@ -223,3 +224,42 @@ def test_system_clock_goes_forward_and_knows_the_date() -> None:
     first = clock.now_ns()
     assert clock.now_ns() >= first
     assert abs(clock.unix_s() - time.time()) < 5
+
+
+def run_jobs(jobs: dict[str, Callable[[], object]], timeout_s: float = 5.0) -> Recorder:
+    """A node that asks for the jobs, after all of them have been answered."""
+    node = Recorder(A)
+    for key, job in jobs.items():
+        node.outbox.compute(key, job, int(timeout_s * 1e9))
+
+    async def run() -> None:
+        async with Driver([node], {}) as driver:
+            driver.perform(A)
+            async with asyncio.timeout(10):
+                while len(node.got) < len(jobs):
+                    await asyncio.sleep(0.005)
+
+    asyncio.run(run())
+    return node
+
+
+def test_slow_work_is_done_beside_the_loop() -> None:
+    node = run_jobs({"a": lambda: threading.current_thread().name})
+    (done,) = node.got
+    assert (done.key, done.error) == ("a", None) and done.value.startswith("compute")
+
+
+def test_work_that_is_refused_fails_or_takes_too_long(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> object:
+        raise RequestError("no such form", "guided_regex")
+
+    release = threading.Event()
+    try:
+        node = run_jobs({"slow": release.wait, "bad": refuse, "broken": lambda: 1 // 0}, 0.2)
+    finally:
+        release.set()
+    errors = {done.key: done.error for done in node.got}
+    assert errors["bad"] == "no such form"
+    assert "0.2 s" in errors["slow"]
+    assert "ZeroDivisionError" in errors["broken"] and "broken" in caplog.text
+    assert all(done.value is None for done in node.got)
