@@ -289,6 +289,8 @@ def _fill(matcher: LLMatcher, mask: np.ndarray) -> None:
 
 
 def _too_complex(matcher: LLMatcher) -> GrammarError:
+    if "NoExtension" in matcher.get_error():
+        return GrammarError("no token of this model can continue the text")
     return GrammarError(f"the grammar is too complex: {_first_line(matcher.get_error())}")
 
 

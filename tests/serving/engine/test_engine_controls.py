@@ -1,0 +1,332 @@
+"""Goal: requests with grammars, penalties, biases and log probabilities get, token for token, what
+they get alone and in order, whatever company, preemption and steps in flight do to them.
+
+Method: a simulated device that obeys masks, keeps the counts that it is told to keep and makes up
+log probabilities, against an oracle that walks one request by itself and counts its text anew.
+"""
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.core.controls import IN_PROMPT, LogprobColumns, StepReport
+from serving.core.grammar import Grammar, GrammarCompiler
+from serving.core.request import (
+    ConstraintKind,
+    FinishReason,
+    OutputConstraint,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenDelta,
+)
+from serving.core.step_plan import StepPlan, StepResult
+from tests.serving.engine import simulated_device as device
+from tests.serving.engine.simulated_device import (
+    BUCKETS,
+    EOS,
+    VOCAB_SIZE,
+    CheckedEngine,
+    SimulatedDevice,
+    make_limits,
+)
+
+LETTERS = "abcdefghijklmnopqrstuv"
+_BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+_FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+TOKENIZER = {
+    "added_tokens": [{"id": EOS, "content": "<eos>", "special": True, **_FLAGS}],
+    "model": {
+        "type": "BPE",
+        "vocab": {"<eos>": EOS} | {letter: i for i, letter in enumerate(LETTERS, 1)},
+        "merges": [],
+    },
+    "pre_tokenizer": _BYTE_LEVEL,
+    "decoder": _BYTE_LEVEL,
+}
+COMPILER = GrammarCompiler(json.dumps(TOKENIZER), VOCAB_SIZE, EOS)
+PATTERNS = ["[a-c]+", "(ab|cd)*", "[a-v]{2,6}", "k", "[d-f]{3}"]
+
+
+def legal_token(token: int, mask: np.ndarray) -> int:
+    """The token, or the first one above it, around the end, that the mask allows."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    legal = np.flatnonzero(bits[:VOCAB_SIZE]).tolist()
+    return min(legal, key=lambda other: (other < token, other))
+
+
+def shifted(token: int, counts: np.ndarray, sampling: SamplingParams) -> int:
+    """What a device does that takes bias, floor and counts [V] into account, one way or other."""
+    shift = sum(biased + round(value) for biased, value in sampling.logit_bias)
+    shift += round(10 * sampling.min_p)
+    weights = np.arange(1, VOCAB_SIZE + 1)
+    shift += round(2 * sampling.frequency_penalty) * int((counts % IN_PROMPT * weights).sum())
+    shift += round(2 * sampling.presence_penalty) * int((counts % IN_PROMPT > 0) @ weights)
+    shift += round(10 * sampling.repetition_penalty - 10) * int((counts > 0) @ weights)
+    return (token + shift) % VOCAB_SIZE
+
+
+def made_up(values: list[int]) -> LogprobColumns:
+    """Minus each value; the likeliest tokens are the value and those after it."""
+    column = np.array(values, np.int64)[:, None]
+    top = -column.astype(np.float32) - np.arange(20)
+    return LogprobColumns(-column[:, 0].astype(np.float32), column + np.arange(20), top)
+
+
+class ControlledDevice(SimulatedDevice):
+    """Obeys the controls of its plans."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # What others have left in a slot must not matter.
+        self._counts = np.full((64, VOCAB_SIZE), 99)
+
+    def collect(self) -> StepResult:
+        plan = self.in_flight[0]
+        result = super().collect()
+        controls = plan.controls
+        if controls is None:
+            return result
+        self._edit_counts(plan)
+        tokens = result.token_ids.copy()
+        for row in range(plan.num_rows if controls.adjusts else 0):
+            tokens[row] = shifted(
+                int(tokens[row]), self._counts[plan.slots[row]], self._settings(plan, row)
+            )
+            if controls.masks is not None:
+                tokens[row] = legal_token(int(tokens[row]), controls.masks[row])
+        if not (controls.reports or (controls.next_tokens >= 0).any()):
+            return replace(result, token_ids=tokens)
+        positions = [
+            start + number
+            for start, count in zip(plan.starts.tolist(), plan.num_tokens.tolist(), strict=True)
+            for number in range(count)
+        ]
+        report = StepReport(made_up(tokens.tolist()), made_up(positions))
+        return replace(result, token_ids=tokens, report=report)
+
+    def _edit_counts(self, plan: StepPlan) -> None:
+        assert plan.controls is not None
+        edits = plan.controls.count_edits
+        if edits is not None:
+            self._counts[edits.cleared] = 0
+            self._counts[edits.slots, edits.tokens] = edits.values
+
+    def _settings(self, plan: StepPlan, row: int) -> SamplingParams:
+        controls = plan.controls
+        assert controls is not None
+        pairs = zip(controls.bias_tokens[row].tolist(), controls.bias_values[row], strict=True)
+        return SamplingParams(
+            min_p=float(controls.min_ps[row]),
+            repetition_penalty=float(controls.repetition_penalties[row]),
+            presence_penalty=float(controls.presence_penalties[row]),
+            frequency_penalty=float(controls.frequency_penalties[row]),
+            logit_bias=tuple((t, float(v)) for t, v in pairs if t < VOCAB_SIZE),
+        )
+
+
+def alone(request: Request, grammar: Grammar | None, seed: int, length_max: int) -> list[int]:
+    """The tokens of a request that nothing disturbs."""
+    wanted, state = request.sampling, None if grammar is None else grammar.start()
+    settings = (wanted.temperature, wanted.top_k, wanted.top_p, seed)
+    stops = set(wanted.stop_token_ids) | (set() if wanted.ignore_eos else {EOS})
+    digest, text = device._EMPTY, list(request.prompt_token_ids)
+    for token in text:
+        digest = device._extend(digest, token)
+    counts = np.zeros(VOCAB_SIZE, np.int64)
+    counts[text] = IN_PROMPT
+    output: list[int] = []
+    while True:
+        token = shifted(device._sample(digest, len(text), settings), counts, wanted)
+        if state is not None:
+            mask = np.zeros((1, 1), np.int32)
+            state.fill_masks([], mask)
+            token = legal_token(token, mask[0])
+            state.advance([token])
+        output.append(token)
+        text.append(token)
+        counts[token] += 1
+        digest = device._extend(digest, token)
+        if token in stops or len(output) == wanted.max_tokens or len(text) == length_max:
+            return output
+
+
+class ControlledEngine(CheckedEngine):
+    """An engine whose requests may have controls; keeps all deltas."""
+
+    def __init__(self, **limits: int) -> None:
+        made = make_limits(**limits)
+        super().__init__(made, BUCKETS)
+        self.device = ControlledDevice(made, BUCKETS)
+        self.deltas: dict[str, list[TokenDelta]] = {}
+
+    def admit_controlled(
+        self, prompt: list[int], sampling: SamplingParams, pattern: str | None = None
+    ) -> str:
+        constraint = None if pattern is None else OutputConstraint(ConstraintKind.REGEX, pattern)
+        grammar = None if constraint is None else COMPILER.compile(constraint)
+        name = f"request-{len(self._requests)}"
+        request = Request(name, tuple(prompt), sampling, constraint=constraint)
+        self.engine.admit(request, grammar)
+        seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
+        self._requests[name], self.outputs[name], self.deltas[name] = request, [], []
+        self.expected[name] = alone(request, grammar, seed, self.length_max)
+        self.check()
+        return name
+
+    def _take(self, deltas: list[TokenDelta]) -> None:
+        super()._take(deltas)
+        for delta in deltas:
+            self.deltas[delta.request_id].append(delta)
+
+    def check_reports(self) -> None:
+        for name, request in self._requests.items():
+            wanted, deltas = request.sampling, self.deltas[name]
+            entries = [entry for delta in deltas for entry in delta.logprobs]
+            prompts = [entry for delta in deltas for entry in delta.prompt_logprobs]
+            if wanted.logprobs is None:
+                assert not entries
+            else:
+                assert [entry.logprob for entry in entries] == [-t for t in self.outputs[name]]
+                assert {len(entry.top) for entry in entries} <= {wanted.logprobs}
+            if wanted.prompt_logprobs is None or not self.outputs[name]:
+                assert not prompts
+            else:
+                values = [None if entry is None else entry.logprob for entry in prompts]
+                assert values == [None, *(-p for p in range(len(request.prompt_token_ids) - 1))]
+
+
+def random_sampling(source: random.Random) -> SamplingParams:
+    """Any mixture of controls, often none."""
+
+    def sometimes(value: Any, neutral: Any) -> Any:
+        return value if source.random() < 0.25 else neutral
+
+    return SamplingParams(
+        max_tokens=source.randint(1, 12),
+        temperature=source.choice([0.0, 0.7]),
+        seed=source.choice([None, 5]),
+        min_p=sometimes(0.3, 0.0),
+        repetition_penalty=sometimes(1.5, 1.0),
+        presence_penalty=sometimes(0.5, 0.0),
+        frequency_penalty=sometimes(-1.5, 0.0),
+        logit_bias=sometimes(((3, 2.0), (7, -1.0)), ()),
+        logprobs=sometimes(source.randint(0, 20), None),
+        prompt_logprobs=sometimes(1, None),
+    )
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2]))
+def test_random_traces(seed: int, in_flight_max: int) -> None:
+    source = random.Random(seed)
+    checked = ControlledEngine(
+        num_blocks=source.randint(6, 20),
+        num_slots=source.randint(2, 6),
+        context_max=source.choice([12, 24]),
+        num_snapshots=source.choice([0, 3]),
+        in_flight_max=in_flight_max,
+    )
+    for _ in range(10):
+        length = source.randint(1, min(14, checked.length_max - 1))
+        prompt = [(i * 5 + source.randint(0, 1)) % VOCAB_SIZE for i in range(length)]
+        pattern = source.choice([None, None, *PATTERNS])
+        name = checked.admit_controlled(prompt, random_sampling(source), pattern)
+        for _ in range(source.randint(0, 4)):
+            checked.step()
+        if source.random() < 0.15 and name not in checked.reasons:
+            checked.abort(name)
+    checked.drain()
+    checked.check_reports()
+
+
+def test_preemption_rebuilds_counts_and_keeps_grammars() -> None:
+    checked = ControlledEngine(num_blocks=8, num_slots=4, context_max=24)
+    for number in range(3):
+        penalised = SamplingParams(max_tokens=14, temperature=0, frequency_penalty=1.0)
+        checked.admit_controlled([1 + number] * 6, penalised, "[a-v]{14}")
+    checked.drain()
+    assert checked.engine.status().num_preemptions > 0
+
+
+def test_a_text_that_the_vocabulary_cannot_write_is_refused() -> None:
+    with pytest.raises(RequestError, match="no token of this model"):
+        COMPILER.compile(OutputConstraint(ConstraintKind.REGEX, "x"))
+
+
+def test_steps_without_controls_carry_none() -> None:
+    checked = ControlledEngine()
+    checked.admit_controlled([1, 2, 3], SamplingParams(max_tokens=4, temperature=0))
+    while checked.engine.has_work:
+        plan = checked.plan()
+        assert plan is not None and plan.controls is None
+        checked.commit()
+
+
+def test_controls_ask_for_no_more_than_they_need() -> None:
+    checked = ControlledEngine()
+    checked.admit_controlled([1, 2], SamplingParams(max_tokens=2, logprobs=1, ignore_eos=True))
+    plan = checked.plan()
+    assert plan is not None and plan.controls is not None
+    assert plan.controls.reports and not plan.controls.adjusts
+    assert plan.controls.masks is None and plan.controls.count_edits is None
+    checked.drain()
+
+
+def test_a_reported_prompt_is_computed_although_it_is_in_the_cache() -> None:
+    checked = ControlledEngine(num_snapshots=4)
+    prompt = [number % VOCAB_SIZE for number in range(1, 14)]
+    for wanted, num_cached in ((None, 0), (None, 12), (2, 0)):
+        sampling = SamplingParams(max_tokens=2, prompt_logprobs=wanted)
+        name = checked.admit_controlled(prompt, sampling)
+        checked.drain()
+        assert checked.num_cached[name] == num_cached
+    checked.check_reports()
+
+
+def test_a_failing_grammar_ends_its_own_request() -> None:
+    checked = ControlledEngine(in_flight_max=2)
+    sampling = SamplingParams(max_tokens=12, temperature=0)
+    other = checked.admit_controlled([1, 2, 3], replace(sampling, ignore_eos=True))
+    name = checked.admit_controlled([4, 5], sampling, "[a-v]{12}")
+    checked.step()
+    row = checked.engine._sequences[name]
+    assert row.controls is not None and row.controls.grammar is not None
+    while not checked.outputs[name]:
+        checked.step()
+    row.controls.failure = "the grammar is too complex"
+    while name not in checked.reasons:
+        checked.step()
+    assert checked.reasons[name] is FinishReason.ERROR
+    assert checked.deltas[name][-1].error == "the grammar is too complex"
+    while other not in checked.reasons:
+        checked.step()
+    assert checked.outputs[other] == checked.expected[other]
+    status = checked.engine.status()
+    assert status.num_free_blocks == status.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (SamplingParams(ignore_eos=True), "ignore_eos"),
+        (SamplingParams(stop_token_ids=(3,)), "stop_token_ids"),
+        (SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), "logit_bias"),
+    ],
+)
+def test_contradictions_are_refused(sampling: SamplingParams, param: str) -> None:
+    checked = ControlledEngine()
+    with pytest.raises(RequestError) as caught:
+        checked.admit_controlled([1], sampling, "[a-c]+")
+    assert caught.value.param == param
