@@ -54,6 +54,7 @@ def test_model_directory_and_name() -> None:
         ("engine.prefill_rows=0", "prefill_rows"),
         ("engine.waiting_max=0", "waiting_max"),
         ("engine.step_timeout_s=0", "step_timeout_s"),
+        ("engine.grammar_timeout_s=0", "grammar_timeout_s"),
         ("images.per_request_max=-1", "per_request_max: received -1; expected 0 or more"),
         ("images.bytes_max=0", "bytes_max"),
         ("images.pixels_max=0", "pixels_max"),

@@ -18,6 +18,7 @@ import serving.engine.jax_executor
 from serving.config import ServingConfig
 from serving.core.buckets import Bucket, StepKind
 from serving.core.image_layout import ImageGeometry
+from serving.core.request import ConstraintKind, OutputConstraint
 from serving.loading import load_model
 from sharding.config_file import ConfigError, override
 from tests.serving.running_service import MODEL_DIR
@@ -64,6 +65,8 @@ def test_configuration_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> 
     facts = model.facts
     assert (facts.vocab_size, facts.max_position_embeddings, facts.eos_token_id) == (320, 99, 1)
     assert model.codec.encode_text("a")
+    assert model.grammars is not None
+    assert model.grammars.compile(OutputConstraint(ConstraintKind.JSON, ""))
 
 
 def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

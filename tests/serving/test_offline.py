@@ -5,6 +5,7 @@ Method: an LLM around a scripted executor; prompt files written for each case.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,17 @@ import numpy as np
 import pytest
 
 from serving.config import ServingConfig
-from serving.core.request import RequestError, SamplingParams
+from serving.core.request import (
+    ConstraintKind,
+    OutputConstraint,
+    RequestError,
+    SamplingParams,
+)
 from serving.frontend.text import TextCodec
 from serving.loading import LoadedModel
 from serving.offline import LLM, Output, RowError, read_rows, write_rows
 from sharding.config_file import override
-from tests.serving.running_service import FACTS, MODEL_DIR, SMALL
+from tests.serving.running_service import FACTS, GRAMMARS, MODEL_DIR, SMALL
 from tests.serving.scripted import ScriptedExecutor
 
 CODEC = TextCodec.load(MODEL_DIR)
@@ -27,7 +33,8 @@ LETTERS = [CODEC.encode_text(letter)[0] for letter in "abcdefghijklmnopqrstuvwxy
 
 def make_llm(executor: ScriptedExecutor | None = None) -> LLM:
     executor = executor or ScriptedExecutor(lambda position: LETTERS[position % 26])
-    return LLM.of_model(override(ServingConfig(), SMALL), LoadedModel(executor, FACTS, CODEC))
+    model = LoadedModel(executor, FACTS, CODEC, GRAMMARS)
+    return LLM.of_model(override(ServingConfig(), SMALL), model)
 
 
 def letters(start: int, count: int) -> str:
@@ -93,6 +100,43 @@ def test_failing_step_reaches_the_caller() -> None:
         llm.generate([[3], [4]], SamplingParams(max_tokens=9))
 
 
+def test_every_output_has_the_wanted_form() -> None:
+    constraint = OutputConstraint(ConstraintKind.REGEX, "x[0-9]{2}", param="constraint")
+    outputs = make_llm().generate(["a", "bcd"], SamplingParams(max_tokens=9), constraint=constraint)
+    for output in outputs:
+        assert re.fullmatch("x[0-9]{2}", output.text) and output.finish_reason == "stop"
+
+
+def test_a_form_holds_after_the_thinking_that_a_prompt_begins() -> None:
+    end, think = CODEC.encode_text("</think>")[0], CODEC.encode_text("<think>")[0]
+    llm = make_llm(ScriptedExecutor(lambda position: end if position == 4 else LETTERS[position]))
+    constraint = OutputConstraint(ConstraintKind.REGEX, "[0-9]{2}")
+    (output,) = llm.generate([3, think], SamplingParams(max_tokens=9), constraint=constraint)
+    assert re.fullmatch("cd</think>[0-9]{2}", output.text)
+
+
+def test_a_form_that_cannot_be_is_refused() -> None:
+    llm = make_llm()
+    bad = OutputConstraint(ConstraintKind.REGEX, "[a-", param="constraint")
+    with pytest.raises(RequestError, match="prompt 0: .*unclosed") as caught:
+        llm.generate(["a"], constraint=bad)
+    assert caught.value.param == "constraint"
+    assert llm.generate([[3]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_log_probabilities_of_output_and_prompt() -> None:
+    params = [SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=0), SamplingParams()]
+    reported, plain = make_llm().generate([[3, 4, 5], [3]], params)
+    assert plain.logprobs is None and plain.prompt_logprobs is None
+    assert reported.logprobs is not None and reported.prompt_logprobs is not None
+    expected = [-token / 100 for token in reported.token_ids]
+    assert [entry.logprob for entry in reported.logprobs] == pytest.approx(expected)
+    assert [entry.top[0][0] for entry in reported.logprobs] == reported.token_ids
+    first, *others = reported.prompt_logprobs
+    # The executor makes up that of the token after token t: it stands for t + 1.
+    assert first is None and [e and e.logprob for e in others] == pytest.approx([-0.04, -0.05])
+
+
 def write(tmp_path: Path, *rows: object) -> Path:
     path = tmp_path / "prompts.jsonl"
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -143,6 +187,28 @@ def test_sampling_fields_reach_the_engine(tmp_path: Path) -> None:
     assert (plan.top_ps[0], plan.seeds[0]) == (0.25, 6)
 
 
+def test_controls_of_rows(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"prompt": "ab", "guided_choice": ["yes", "no"], "max_tokens": 9},
+        {"prompt_token_ids": [3, 4], "max_tokens": 1, "logprobs": 1, "prompt_logprobs": 0},
+        {"prompt": "a", "max_tokens": 1, "min_p": 0.5, "logit_bias": {"7": -1}},
+    )
+    executor = ScriptedExecutor(lambda position: LETTERS[position % 26])
+    outputs = make_llm(executor).generate_rows(read_rows(path), source="f")
+    assert outputs[0].text in ("yes", "no")
+    (controls,) = (plan.controls for plan in executor.plans if plan.controls and plan.num_rows == 3)
+    assert controls.min_ps[2] == 0.5 and controls.bias_tokens[2, 0] == 7
+    write_rows(tmp_path / "out.jsonl", outputs)
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert "logprobs" not in written[0]
+    token = outputs[1].token_ids[0]
+    assert written[1]["logprobs"] == [
+        {"logprob": pytest.approx(-token / 100), "top": [[token, pytest.approx(-token / 100)]]}
+    ]
+    assert written[1]["prompt_logprobs"] == [None, {"logprob": pytest.approx(-0.04), "top": []}]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -164,6 +230,10 @@ def test_sampling_fields_reach_the_engine(tmp_path: Path) -> None:
         ({"prompt": "a", "temperature": 3}, "temperature is 3"),
         ({"prompt": "a", "seed": -1}, "seed is -1"),
         ({"prompt": "a", "stop_token_ids": [400]}, "stop_token_ids"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
+        ({"prompt": "a", "logit_bias": {"320": 1}}, "320"),
+        ({"prompt": "a", "guided_regex": "[a-"}, "unclosed"),
+        ({"prompt": "a", "guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"messages": []}, "(?i)empty"),
         ({"messages": [{"role": "king", "content": "x"}]}, "king"),
         ({"messages": [3]}, "(?i)message"),

@@ -8,8 +8,10 @@ import math
 import pytest
 
 from serving.core.request import (
+    LOGIT_BIASES_MAX,
     SEED_MAX,
     STOP_TOKEN_IDS_MAX,
+    TOP_LOGPROBS_MAX,
     FinishReason,
     QueueFullError,
     RequestError,
@@ -30,6 +32,22 @@ from serving.core.request import (
             "stop_token_ids",
             [(), (1,) * STOP_TOKEN_IDS_MAX],
             [(1,) * (STOP_TOKEN_IDS_MAX + 1)],
+        ),
+        ("min_p", [0.0, 1.0], [-0.1, 1.1, math.nan]),
+        ("repetition_penalty", [1e-6, 2.0], [0.0, 2.1, math.nan]),
+        ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
+        ("logprobs", [None, 0, TOP_LOGPROBS_MAX], [-1, TOP_LOGPROBS_MAX + 1]),
+        ("prompt_logprobs", [None, 0, TOP_LOGPROBS_MAX], [-1, TOP_LOGPROBS_MAX + 1]),
+        (
+            "logit_bias",
+            [(), ((1, -100.0), (2, 100.0)), tuple((t, 1.0) for t in range(LOGIT_BIASES_MAX))],
+            [
+                ((1, 100.5),),
+                ((1, math.nan),),
+                ((1, 1.0), (1, 2.0)),
+                tuple((t, 1.0) for t in range(LOGIT_BIASES_MAX + 1)),
+            ],
         ),
     ],
 )
