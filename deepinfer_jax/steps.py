@@ -26,7 +26,7 @@ from deepinfer_jax.cache import KVCache, copy_slots
 from deepinfer_jax.controls import Controls, Settings, adjusted
 from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, no_probe
-from deepinfer_jax.model import Model, Weights, forward, logits
+from deepinfer_jax.model import Model, Weights, forward, logits, upper_batch
 from deepinfer_jax.reports import ReportedResult, emitted_after, report
 from deepinfer_jax.sampling import accept, sample
 
@@ -61,8 +61,15 @@ def run_step(
     """
     batch = feed_sampled(StepBatch.unpack(buffer, shape), cache.sampled)
     residual, cache = forward(
-        model, weights, cache, batch, image_features=image_features, engram_rows=engram_rows
+        model,
+        weights,
+        cache,
+        batch,
+        image_features=image_features,
+        engram_rows=engram_rows,
+        replay=shape.replay,
     )
+    batch = upper_batch(batch, shape.replay)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
     else:
@@ -141,7 +148,10 @@ def run_speculative_step(
     batch, waiting = feed_sampled(StepBatch.unpack(buffer, shape), cache.sampled), cache.draft
     if shape.samples_every_token:
         batch = fill_drafts(batch, waiting)
-    residual, cache = forward(model, weights, cache, batch, probe, image_features, engram_rows)
+    residual, cache = forward(
+        model, weights, cache, batch, probe, image_features, engram_rows, shape.replay
+    )
+    batch = upper_batch(batch, shape.replay)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
         target = logits(model, weights, residual, token_index)

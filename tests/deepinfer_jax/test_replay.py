@@ -16,6 +16,7 @@ import pytest
 from deepinfer_jax.batch import Replay, StepBatch, StepShape, last_tokens, pack
 from deepinfer_jax.cache import KVCache
 from deepinfer_jax.model import Weights, forward, logits, upper_batch
+from deepinfer_jax.steps import compile_step
 from deepinfer_jax.topology import Topology
 from tests.deepinfer_jax import golden_model
 
@@ -181,6 +182,22 @@ def _assert_equal_caches(cache: KVCache, expected: KVCache, tail_start: int) -> 
         kept = slice(None) if layer.is_encoder else places
         np.testing.assert_allclose(ring[SLOT][kept], other[SLOT][kept], rtol=0, atol=2e-5)
     np.testing.assert_array_equal(cache.classes, expected.classes)
+
+
+def test_a_step_samples_after_the_tail(ids: np.ndarray) -> None:
+    """The compiled prefill step of a shape with replay draws from the logits of the tail."""
+    model, weights = golden_model.load("noq")
+    cache = golden_model.layout(model).zeros()
+    shape = compact(41)
+    step = compile_step(model, shape, weights, cache)
+    arrays = golden_model.batch_arrays(
+        shape, [(ids[:1], 0, 2, [4]), (ids[:LENGTH], 0, SLOT, [BLOCK])]
+    )
+    arrays["tail_starts"] = np.array([0, LENGTH - 20], np.int32)
+    arrays["visible_starts"] = np.zeros(2, np.int32)
+    tokens, _ = step(weights, jnp.asarray(pack(arrays, shape)), cache)
+    out, _ = run(compact(41), ids, [(0, LENGTH)], tail_start=LENGTH - 20)
+    np.testing.assert_array_equal(tokens, np.argmax(out, axis=1))
 
 
 def test_an_engram_above_the_split_is_refused(ids: np.ndarray) -> None:
