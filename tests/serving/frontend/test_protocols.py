@@ -4,12 +4,15 @@ the engine cuts them into updates.
 Method: calls fed with updates by hand; texts and counts known beforehand.
 """
 
+import dataclasses
 import json
 from typing import Any
 
+import deepseek_recipe as recipe
 import pytest
 
-from serving.core.request import FinishReason, SamplingParams
+from serving.core.grammar import DSML, GrammarCompiler
+from serving.core.request import ConstraintKind, FinishReason, SamplingParams
 from serving.frontend.errors import ApiError
 from serving.frontend.gateway import Update
 from serving.frontend.protocols import (
@@ -160,3 +163,72 @@ def test_events() -> None:
     lines = error_event(ApiError(500, "lost")).split(b"\n")
     assert lines[0] == b"event: error"
     assert json.loads(lines[1].removeprefix(b"data: "))["error"]["message"] == "lost"
+
+
+def model_with_tools() -> tuple[ServedModel, GrammarCompiler]:
+    """The small tokenizer with a DSML token in place of one that no chat uses."""
+    text = (MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8")
+    text = text.replace("<｜noise｜>", DSML)
+    codec = TextCodec(recipe.Tokenizer.from_str(text))
+    # The description of tools is long in so small a vocabulary.
+    model = dataclasses.replace(MODEL, codec=codec, context_max=4096)
+    return model, GrammarCompiler(text, 320, 1)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}, "s": {"type": "string"}},
+            "required": ["x", "s"],
+        },
+    },
+}
+CALLED = (
+    f'<{DSML} invoke name="f">\n<{DSML} parameter name="x" string="false">7</{DSML} parameter>\n'
+    f'<{DSML} parameter name="s" string="true">a "b"</{DSML} parameter>\n</{DSML} invoke>\n'
+    f"</{DSML} calls>"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "param", "text"),
+    [
+        ({}, ConstraintKind.TOOL_CALL, "tools", f"Hm.\n\n<{DSML} calls>\n{CALLED}"),
+        ({"tool_choice": "required"}, ConstraintKind.TOOL_CALL_REQUIRED, "tool_choice", CALLED),
+    ],
+)
+def test_tools_become_a_constraint_whose_texts_are_calls(
+    changes: dict[str, Any], kind: ConstraintKind, param: str, text: str
+) -> None:
+    model, grammars = model_with_tools()
+    messages = [{"role": "user", "content": "Hello"}]
+    plain = {"thinking": {"type": "disabled"}}
+    body = {"model": "tiny", "messages": messages, "tools": [TOOL], **plain, **changes}
+    call = ChatCall(json.dumps(body).encode(), model, SystemClock())
+    (request,) = call.requests
+    assert request.constraint is not None
+    assert (request.constraint.kind, request.constraint.param) == (kind, param)
+    assert not request.constraint.after_thinking
+    state = grammars.compile(request.constraint).start()
+    ids = [*model.codec.tokenizer.encode(text), 1]
+    assert state.num_legal(ids) == len(ids)
+    call.opening()
+    call.feed(Update(0, ids, FinishReason.STOP))
+    (tool_call,) = json.loads(call.answer())["choices"][0]["message"]["tool_calls"]
+    assert tool_call["function"]["name"] == "f"
+    assert json.loads(tool_call["function"]["arguments"]) == {"x": 7, "s": 'a "b"'}
+
+
+def test_a_constraint_waits_for_the_end_of_thinking() -> None:
+    model, _ = model_with_tools()
+    messages = [{"role": "user", "content": "json"}]
+    wanted = {"type": "json_object"}
+    for thinking, expected in (("enabled", True), ("disabled", False)):
+        body = {"model": "tiny", "messages": messages, "response_format": wanted}
+        raw = json.dumps(body | {"thinking": {"type": thinking}}).encode()
+        constraint = ChatCall(raw, model, SystemClock()).requests[0].constraint
+        assert constraint is not None and constraint.after_thinking is expected
+        assert (constraint.kind, constraint.param) == (ConstraintKind.JSON, "response_format")
