@@ -286,7 +286,27 @@ def _constraint(
         raise bad_request(
             f"received {guided.param} and {param}; expected at most one of them", guided.param
         )
-    return OutputConstraint(kind, wanted.schema, after_thinking, param)
+    text = _with_whole_schemas(kind, wanted.schema, body)
+    return OutputConstraint(kind, text, after_thinking, param)
+
+
+def _with_whole_schemas(kind: ConstraintKind, text: str, body: dict[str, Any]) -> str:
+    """A constraint with the schemas as the client sent them.
+
+    The converter drops limits such as `maxLength` from those that it is to hold strictly.
+    """
+    if kind is ConstraintKind.JSON and text:
+        return msgspec.json.encode(body["response_format"]["json_schema"]["schema"]).decode()
+    if kind in TOOL_KINDS:
+        functions = [tool["function"] for tool in body["tools"] if "function" in tool]
+        sent = {function["name"]: function for function in functions}
+        tools = msgspec.json.decode(text)
+        for tool in tools:
+            function = sent.get(tool["function"]["name"])
+            if function is not None:
+                tool["function"]["parameters"] = function.get("parameters")
+        return msgspec.json.encode(tools).decode()
+    return text
 
 
 def _convert(

@@ -222,6 +222,39 @@ def test_tools_become_a_constraint_whose_texts_are_calls(
     assert json.loads(tool_call["function"]["arguments"]) == {"x": 7, "s": 'a "b"'}
 
 
+def test_limits_of_strict_schemas_are_kept() -> None:
+    model, grammars = model_with_tools()
+    schema = {
+        "type": "object",
+        "properties": {"s": {"type": "string", "maxLength": 2}},
+        "required": ["s"],
+        "additionalProperties": False,
+    }
+    function = {"name": "f", "strict": True, "parameters": schema}
+    form = {"type": "json_schema", "json_schema": {"name": "f", "strict": True, "schema": schema}}
+    head = f'<{DSML} invoke name="f">\n<{DSML} parameter name="s" string="true">'
+    tail = f"</{DSML} parameter>\n</{DSML} invoke>\n</{DSML} calls>"
+    cases = [
+        ({"response_format": form}, '{"s": "ab"}', '{"s": "abc"}'),
+        (
+            {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+            f"{head}ab{tail}",
+            f"{head}abc{tail}",
+        ),
+    ]
+    messages = [{"role": "user", "content": "Hello"}]
+    for changes, inside, outside in cases:
+        body = {"model": "tiny", "messages": messages, "thinking": {"type": "disabled"}, **changes}
+        constraint = (
+            ChatCall(json.dumps(body).encode(), model, SystemClock()).requests[0].constraint
+        )
+        assert constraint is not None
+        for text, is_inside in ((inside, True), (outside, False)):
+            ids = [*model.codec.tokenizer.encode(text), 1]
+            state = grammars.compile(constraint).start()
+            assert (state.num_legal(ids) == len(ids)) is is_inside, text
+
+
 def test_a_constraint_waits_for_the_end_of_thinking() -> None:
     model, _ = model_with_tools()
     messages = [{"role": "user", "content": "json"}]
