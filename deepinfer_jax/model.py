@@ -19,7 +19,7 @@ from deepinfer_jax.batch import (
     tail_tokens,
     tail_view,
 )
-from deepinfer_jax.cache import KVCache
+from deepinfer_jax.cache import KVCache, SourceCache
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.draft import DraftSettings, append_context, draft_module
 from deepinfer_jax.engram_tables import EngramTables
@@ -97,11 +97,9 @@ def forward(
         if layer.layer_index in config.dspark_target_layer_ids:
             features.append(jnp.mean(residual.streams, axis=1))
         x = here.norm(x, layer_parameters.attn_norm)
-        compressor, indexer = layer_parameters.attn.compressor, layer_parameters.attn.indexer
-        if compressor is not None and indexer is not None:
+        if layer.makes_entries:
             own = sources[layer.layer_index]
-            own = compress(x, compressor, indexer, layer.ratio, own, here)
-            sources[layer.layer_index] = own
+            sources[layer.layer_index] = _compressed(x, layer_parameters, layer, own, here)
         if replay is not None and layer.layer_index == model.topology.num_encoder_layers:
             _check_upper(replay, model.topology)
             step, x, residual, features = _upper_step(step, batch, replay, x, residual, features)
@@ -150,6 +148,19 @@ def _start(
         if image_features is not None:
             h = jnp.where(is_feature[:, None], image_features[: h.shape[0]].astype(h.dtype), h)
     return step, token_ids, Residual.start(h.astype(model.precision.compute_dtype), config.hc_mult)
+
+
+def _compressed(
+    x: jax.Array,
+    parameters: LayerParameters,
+    layer: LayerTopology,
+    source: SourceCache,
+    step: StepContext,
+) -> SourceCache:
+    """The layer's own source with the entries that this step completes."""
+    compressor, indexer = parameters.attn.compressor, parameters.attn.indexer
+    assert compressor is not None and indexer is not None, layer
+    return compress(x, compressor, indexer, layer.ratio, source, step)
 
 
 def upper_batch(batch: StepBatch, replay: Replay | None) -> StepBatch:
