@@ -168,6 +168,16 @@ def keep_sampled(batch: StepBatch, tokens: jax.Array, sampled: jax.Array) -> jax
     return sampled.at[place].set(tokens, mode="drop")
 
 
+def start_at_lengths(batch: StepBatch, lengths: jax.Array) -> StepBatch:
+    """The batch whose rows that feed `LAST_SAMPLED` start at `lengths[slot]`; [S] int32.
+
+    Where the step before such a row ended is not known on the host if it verified drafts.
+    """
+    first = jnp.cumsum(batch.num_tokens) - batch.num_tokens
+    is_reference = batch.token_ids[first] == LAST_SAMPLED
+    return batch._replace(starts=jnp.where(is_reference, lengths[batch.slots], batch.starts))
+
+
 class TokenView(NamedTuple):
     """What each token needs to know of its row, [T] each.
 

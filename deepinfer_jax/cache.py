@@ -55,12 +55,14 @@ class DraftCache(NamedTuple):
         tokens: [num_slots, N] int32 drafts of the positions after the last sampled token.
         probability: [num_slots, N] float32, with which each was drawn.
         logits: [num_slots, N, V] in the compute type, from which it was drawn.
+        lengths: [num_slots] int32, tokens of the sequence that are computed and were kept.
     """
 
     rings: tuple[Any, ...]
     tokens: jax.Array
     probability: jax.Array
     logits: jax.Array
+    lengths: jax.Array
 
 
 class KVCache(NamedTuple):
@@ -205,6 +207,7 @@ class CacheLayout:
             tokens=jnp.zeros(drafts, jnp.int32),
             probability=jnp.ones(drafts, jnp.float32),
             logits=jnp.zeros((*drafts, c.vocab_size), self.precision.compute_dtype),
+            lengths=jnp.zeros(self.num_slots, jnp.int32),
         )
 
     def logical_axes(self) -> KVCache:
@@ -223,7 +226,9 @@ class CacheLayout:
             )
             for layer in c.kv_source_layer_ids
         )
-        draft = DraftCache((ring,) * c.num_nextn_predict_layers, column, column, draft_logits)
+        draft = DraftCache(
+            (ring,) * c.num_nextn_predict_layers, column, column, draft_logits, ("slots",)
+        )
         rings = (ring,) * c.num_hidden_layers
         return KVCache(rings, sources, column, ("slots",), draft if self.has_draft else None)
 

@@ -21,6 +21,7 @@ from deepinfer_jax.batch import (
     feed_sampled,
     keep_sampled,
     last_tokens,
+    start_at_lengths,
 )
 from deepinfer_jax.cache import KVCache, copy_slots
 from deepinfer_jax.controls import Controls, Settings, adjusted
@@ -145,8 +146,9 @@ def run_speculative_step(
     if cache.draft is None:
         raise ValueError("the cache has no room for drafts; lay it out with has_draft")
     draft_module(weights.parameters)
-    batch, waiting = feed_sampled(StepBatch.unpack(buffer, shape), cache.sampled), cache.draft
+    batch, waiting = StepBatch.unpack(buffer, shape), cache.draft
     if shape.samples_every_token:
+        batch = feed_sampled(start_at_lengths(batch, waiting.lengths), cache.sampled)
         batch = fill_drafts(batch, waiting)
     residual, cache = forward(
         model, weights, cache, batch, probe, image_features, engram_rows, shape.replay
@@ -178,8 +180,12 @@ def run_speculative_step(
     tokens = _emitted(waiting.tokens[batch.slots], accepted, following, rows.is_real)
     words = jax.lax.bitcast_convert_type(confidences, jnp.int32)
     results = jnp.concatenate([tokens, drafted.tokens[batch.slots], words], axis=1)
-    sampled = keep_sampled(batch, following, cache.sampled)
-    cache = cache._replace(draft=drafted, sampled=sampled)
+    cache = cache._replace(
+        draft=drafted._replace(
+            lengths=keep_sampled(batch, batch.starts + num_kept, drafted.lengths)
+        ),
+        sampled=keep_sampled(batch, following, cache.sampled),
+    )
     if controls is None:
         return results, cache
     settings = Settings.unpack(controls.settings, shape)

@@ -6,7 +6,7 @@ the clock, the source of randomness and the executor. Nothing below knows which 
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serving.clock import Clock, ns_of_s
 from serving.config import EngineOptions, ServingConfig
@@ -22,15 +22,24 @@ from sharding.config_file import ConfigError
 MESH_WORKER = NodeId("mesh_worker", "0")
 FRONTEND = NodeId("frontend", "0")
 
+_ROW_TOKENS = (1, 3, 6)
+"""Tokens of each row for which decode steps are compiled if there are drafts."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The numbers of the model that serving depends on. `images` is None if it takes none."""
+    """The numbers of the model that serving depends on.
+
+    `images` is None if it takes none. `num_drafts` tokens are drafted by its executor at a time,
+    and `step_ms` is the time of its decode steps, as far as they were measured.
+    """
 
     vocab_size: int
     max_position_embeddings: int
     eos_token_id: int | None
     images: ImageGeometry | None = None
+    num_drafts: int = 0
+    step_ms: Mapping[Bucket, float] = field(default_factory=dict[Bucket, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,11 @@ def plan_capacity(options: EngineOptions) -> Capacity:
         Bucket(min(options.prefill_rows, num_tokens), num_tokens, num_context_blocks)
         for num_tokens in options.prefill_tokens
     ]
-    decode = [Bucket(num_rows, num_rows, num_context_blocks) for num_rows in options.decode_rows]
+    decode = [
+        Bucket(num_rows, num_rows * num_tokens, num_context_blocks)
+        for num_rows in options.decode_rows
+        for num_tokens in (_ROW_TOKENS if options.has_drafts else (1,))
+    ]
     return Capacity(
         BucketTable({StepKind.PREFILL: prefill, StepKind.DECODE: decode}),
         options.num_blocks,
@@ -108,12 +121,13 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
         num_slots=capacity.num_slots,
         num_snapshots=capacity.num_snapshots,
         in_flight_max=options.steps_in_flight,
+        num_drafts=facts.num_drafts,
         context_max=options.max_context,
         vocab_size=facts.vocab_size,
         eos_token_id=facts.eos_token_id,
         waiting_max=options.waiting_max,
     )
-    return Engine(limits, capacity.buckets, random_source)
+    return Engine(limits, capacity.buckets, random_source, facts.step_ms)
 
 
 def build(

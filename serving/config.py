@@ -78,6 +78,8 @@ class EngineOptions:
     `decode_rows`: sequences in one decode step, ascending; the last is how many run at once.
     `prefix_snapshots`: places in computed prompts from which other requests can go on; 0 turns the
     reuse of prefixes off.
+    `has_drafts`: tokens are drafted and verified several at a time, with the model's draft module.
+    Each of the decode sizes is compiled for rows of 1, 3 and all 6 tokens then.
     `steps_in_flight`: steps dispatched before the first one's tokens are looked at; 2 hides the
     host's work behind the device's, 1 does not.
     `waiting_max`: requests that may wait for room; more are refused.
@@ -91,6 +93,7 @@ class EngineOptions:
     prefill_rows: int = 8
     decode_rows: tuple[int, ...] = (1, 8, 32)
     prefix_snapshots: int = 64
+    has_drafts: bool = False
     steps_in_flight: int = 2
     waiting_max: int = 512
     step_timeout_s: float = 120.0

@@ -22,6 +22,7 @@ class EngineLimits:
             the device after the `num_slots`; with 0 nothing is shared.
         fingerprint: names the model and the form of its cache in the keys of prefixes.
         block_size: tokens of a block.
+        num_drafts: tokens that the device drafts after each one it samples; 0 if it does not.
         in_flight_max: steps planned but not committed at one time; 1 is the synchronous engine.
     """
 
@@ -35,6 +36,7 @@ class EngineLimits:
     fingerprint: bytes = b""
     block_size: int = BLOCK_SIZE
     in_flight_max: int = 1
+    num_drafts: int = 0
 
 
 def check_limits(limits: EngineLimits, buckets: BucketTable) -> None:
@@ -42,7 +44,7 @@ def check_limits(limits: EngineLimits, buckets: BucketTable) -> None:
     for name in ("context_max", "vocab_size", "block_size", "in_flight_max"):
         if getattr(limits, name) < 1:
             raise ValueError(f"{name} is {getattr(limits, name)}; expected at least 1")
-    for name in ("waiting_max", "num_snapshots"):
+    for name in ("waiting_max", "num_snapshots", "num_drafts"):
         if getattr(limits, name) < 0:
             raise ValueError(f"{name} is {getattr(limits, name)}; expected 0 or more")
     if limits.context_max < 2:

@@ -2,12 +2,19 @@
 
 All that are ready do, if a bucket holds them; if none does, those that have waited longest do, so
 that every sequence gets its turn. A sequence grows by one block when its next token starts one.
+
+If the device drafts, a row also verifies drafts: as many as `verify_lengths` finds worth their
+time, and as find room in free blocks. No sequence loses memory for another one's drafts. Rows with
+controls verify none, because the host does not know the drafts that their grammars have to allow.
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 
-from serving.core.buckets import BucketTable, StepKind
+from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.running_table import RunningTable
+from serving.core.verify_lengths import StepCost, share_rows, survival_rates, total_rows
 
 
 def choose_rows(table: RunningTable, buckets: BucketTable) -> np.ndarray:
@@ -28,6 +35,54 @@ def choose_rows(table: RunningTable, buckets: BucketTable) -> np.ndarray:
     if buckets.smallest(StepKind.DECODE, *need) is None:
         rows = _longest_waiting(table, buckets, rows, num_blocks)
     return rows
+
+
+def choose_lengths(
+    table: RunningTable, buckets: BucketTable, rows: np.ndarray, step_ms: Mapping[Bucket, float]
+) -> np.ndarray:
+    """Tokens of each of the rows in the next decode step, [N] int32: its last one and drafts.
+
+    Args:
+        rows: [N], what `choose_rows` gave; they may get free blocks.
+        step_ms: time of each decode bucket; while one is not known all drafts are verified.
+    """
+    num_rows, drafts_max = len(rows), table.confidences.shape[1]
+    if not drafts_max:
+        return np.ones(num_rows, np.int32)
+    ends = table.num_scheduled[rows] + 1
+    fitting = [
+        bucket
+        for bucket in buckets.of(StepKind.DECODE)
+        if min(bucket.num_rows, bucket.num_tokens) >= num_rows
+        and bucket.num_blocks >= table.blocks_for(ends).max()
+    ]
+    largest = max(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_blocks))
+    # The last token of a sequence is never fed, so neither is a draft in its place.
+    stop = np.minimum(table.length_limits[rows] - 1, largest.num_blocks * table.block_size)
+    num_drafts = np.where(table.is_controlled[rows], 0, np.minimum(drafts_max, stop - ends))
+    is_growing = table.blocks_for(ends + num_drafts) > table.num_blocks[rows]
+    for index in np.flatnonzero(is_growing).tolist():
+        reach = table.claim_free(int(rows[index]), int(ends[index] + num_drafts[index]))
+        num_drafts[index] = min(num_drafts[index], reach - ends[index])
+    width = table.blocks_for(ends + num_drafts).max()
+    cost = _step_cost([b for b in fitting if b.num_blocks >= width], step_ms)
+    rounds = table.num_rounds[rows]
+    before = survival_rates(table.confidences_before[rows], rounds > 1, num_drafts)
+    newest = survival_rates(table.confidences[rows], rounds > 0, num_drafts)
+    total = min(total_rows(before, num_drafts, cost), largest.num_tokens)
+    return share_rows(newest, num_drafts, total)
+
+
+def _step_cost(buckets: list[Bucket], step_ms: Mapping[Bucket, float]) -> StepCost | None:
+    """Time by number of tokens; None if a bucket was not measured."""
+    times: dict[int, float] = {}
+    for bucket in buckets:
+        if bucket not in step_ms:
+            return None
+        size = bucket.num_tokens
+        times[size] = min(step_ms[bucket], times.get(size, np.inf))
+    sizes = sorted(times)
+    return StepCost(tuple(sizes), tuple(times[size] for size in sizes))
 
 
 def _grow(table: RunningTable, rows: np.ndarray, growing: np.ndarray) -> np.ndarray:

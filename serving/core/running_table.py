@@ -18,6 +18,9 @@ A sequence goes on while its newest token is still in flight: the token is fed b
 late: a sequence that is ended by a token may be in one more step for each step that was in flight
 beside it. Ends by length are known ahead.
 
+With drafts a step keeps one to six of a row's tokens, so while it is in flight the length of the
+row is only known to lie between two bounds. Memory is claimed for the upper one.
+
 A sequence that leaves while a step that uses its memory is still in flight keeps the memory until
 that step is settled; `is_retiring` says so.
 
@@ -48,8 +51,10 @@ class RunningTable:
         sequence_ids: [S] int64, -1 where no sequence runs.
         num_tokens: [S] int32, tokens known, prompt and output.
         num_scheduled: [S] int32, tokens whose KV is written, or will be by a step in flight; they
-            need not be known.
+            need not be known. If drafts are in flight, the most that it may be.
+        num_in_flight: [S] int32, steps in flight that contain the row; each keeps a token at least.
         num_computed: [S] int32, tokens whose KV is written, and that stay.
+        num_computed_before: [S] int32, the same before the last settled step of the row.
         num_named: [S] int32, blocks from the first on that others may share.
         cuts: [S, 2] int32, positions at which a chunk of the prompt ends, ascending from 1 on.
         length_limits: [S] int32, number of tokens at which the sequence ends.
@@ -60,6 +65,9 @@ class RunningTable:
         stop_tokens: [S, K] int32, tokens that end the sequence, then -1.
         temperatures: [S] float32.   top_ks: [S] int32.   top_ps: [S] float32.
         seeds: [S] int64.
+        confidences, confidences_before: [S, N] float32, of the newest drafts that the host has
+            heard of and of those before them.
+        num_rounds: [S] int32, how often the host has heard of drafts.
         is_controlled: [S] bool, rows whose sequence has controls.
         sequences: the sequence of each row, None where there is none.
         blocks, slots: the pools.
@@ -73,6 +81,7 @@ class RunningTable:
         block_size: int,
         context_blocks_max: int,
         num_snapshots: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         self.slots = StateSlotPool(num_slots)
         self.prefixes = PrefixIndex(range(num_slots, num_slots + num_snapshots))
@@ -83,6 +92,8 @@ class RunningTable:
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_scheduled = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
+        self.num_computed_before = np.zeros(num_slots, np.int32)
+        self.num_in_flight = np.zeros(num_slots, np.int32)
         self.num_named = np.zeros(num_slots, np.int32)
         self.cuts = np.zeros((num_slots, 2), np.int32)
         self.length_limits = np.zeros(num_slots, np.int32)
@@ -96,6 +107,9 @@ class RunningTable:
         self.top_ps = np.ones(num_slots, np.float32)
         self.seeds = np.zeros(num_slots, np.int64)
         self.is_controlled = np.zeros(num_slots, bool)
+        self.confidences = np.zeros((num_slots, num_drafts), np.float32)
+        self.confidences_before = np.zeros((num_slots, num_drafts), np.float32)
+        self.num_rounds = np.zeros(num_slots, np.int32)
         self._phases = np.zeros(num_slots, np.int8)
         self._retiring: list[int] = []
         # Blocks that were replaced by equal ones, with the newest step that uses them.
@@ -116,14 +130,14 @@ class RunningTable:
 
     @property
     def generating_rows(self) -> np.ndarray:
-        """[N] decoding rows that need another step, whatever those in flight sample, ascending.
+        """[N] decoding rows that need another step, whatever those in flight keep, ascending.
 
-        Controls of a row depend on all of its tokens, so it waits until they are known.
+        A row that may have reached its end, if all its drafts are kept, waits until that is known.
+        Controls of a row depend on all of its tokens, so such a row waits for each of them.
         """
         rows = self.decoding_rows
         rows = rows[self.num_scheduled[rows] + 1 < self.length_limits[rows]]
-        is_known = self.num_scheduled[rows] < self.num_tokens[rows]
-        return rows[is_known | ~self.is_controlled[rows]]
+        return rows[(self.num_in_flight[rows] == 0) | ~self.is_controlled[rows]]
 
     @property
     def is_retiring(self) -> bool:
@@ -165,6 +179,8 @@ class RunningTable:
         self.num_tokens[row] = sequence.num_tokens
         num_reused = num_usable_blocks * self.block_size
         self.num_scheduled[row] = self.num_computed[row] = num_reused
+        self.num_computed_before[row] = num_reused
+        self.num_in_flight[row] = self.num_rounds[row] = 0
         self.num_named[row] = self.num_blocks[row] = num_usable_blocks
         self._share_prefix(row, sequence, num_usable_blocks)
         if sequence.num_cached_tokens is None:
@@ -226,16 +242,37 @@ class RunningTable:
 
     def add_computed(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """A step is over: `num_tokens` [N] tokens of the rows [N] are computed and stay."""
+        self.num_computed_before[rows] = self.num_computed[rows]
         self.num_computed[rows] = num_tokens
         if self.prefixes.num_snapshots:
             for row in rows[num_tokens // self.block_size > self.num_named[rows]].tolist():
                 self._name_blocks(row)
+
+    def add_confidences(self, rows: np.ndarray, confidences: np.ndarray) -> None:
+        """A step is over that drafted anew for the rows [R]: `confidences` [R, N]."""
+        self.confidences_before[rows] = self.confidences[rows]
+        self.confidences[rows] = confidences
+        self.num_rounds[rows] += 1
 
     def take_restores(self) -> np.ndarray:
         """[N, 2] int32, (snapshot slot, row) of the rows that started since the last call."""
         restores = [(snapshot, row) for row, snapshot in self._restores.items()]
         self._restores.clear()
         return np.array(restores, np.int32).reshape(-1, 2)
+
+    def claim_free(self, row: int, num_tokens: int) -> int:
+        """Make the row's blocks hold up to `num_tokens` tokens with free blocks alone.
+
+        Returns how many they hold.
+        """
+        num_held = int(self.num_blocks[row])
+        num_wanted = min(-(-num_tokens // self.block_size) - num_held, self.blocks.num_free)
+        if num_wanted > 0:
+            self.block_tables[row, num_held : num_held + num_wanted] = self.blocks.allocate(
+                num_wanted
+            )
+            self.num_blocks[row] = num_held = num_held + num_wanted
+        return num_held * self.block_size
 
     def take_preempted(self) -> list[Sequence]:
         """The sequences preempted since the last call, youngest first."""

@@ -1,8 +1,12 @@
 """Which steps copy a sequence's state aside, and what becomes of the copies.
 
-A copy is planned together with the step that ends at a block boundary and is made right after it.
-Only when the step is settled is it known whether the sequence still runs; then the copy becomes
-the snapshot of a prefix, or its slot is free again.
+A copy is planned together with the step that ends at a block boundary, or may pass it, and is made
+right after it. Only when the step is settled is it known whether the sequence still runs and did
+pass the boundary; then the copy becomes the snapshot of a prefix, or its slot is free again.
+
+A state may be copied when up to `ROLLBACK_MAX` tokens (of `deepinfer_jax/cache.py`) have been
+computed behind the boundary: its rings are so much longer than what is read, because rows may be
+taken back. One step passes a boundary by fewer.
 """
 
 from collections import deque
@@ -33,9 +37,17 @@ class SnapshotCopies:
         self._copies: deque[_Copy] = deque()
 
     def plan(
-        self, step_index: int, rows: np.ndarray, ends: np.ndarray, is_prefill: bool
+        self,
+        step_index: int,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        is_prefill: bool,
     ) -> np.ndarray:
-        """The copies to make after a step that brings the rows [N] to `ends` [N] tokens.
+        """The copies to make after a step that brings the rows [N] to at most `ends` [N] tokens.
+
+        Args:
+            starts: [N], tokens that the rows have at least before the step.
 
         Returns:
             [M, 2] int32, (row, snapshot slot). None for a boundary whose state is kept already as
@@ -44,16 +56,17 @@ class SnapshotCopies:
         table = self._table
         if not table.prefixes.num_snapshots:
             return no_copies()
-        is_wanted = ends % table.block_size == 0
+        boundaries = ends // table.block_size
         if is_prefill:
-            is_wanted &= (table.cuts[rows] == ends[:, None]).any(axis=1)
+            is_wanted = (table.cuts[rows] == ends[:, None]).any(axis=1)
+        else:
+            is_wanted = boundaries * table.block_size > starts
         pairs: list[tuple[int, int]] = []
-        wanted = zip(rows[is_wanted].tolist(), ends[is_wanted].tolist(), strict=True)
-        for row, end in wanted:
+        wanted = zip(rows[is_wanted].tolist(), boundaries[is_wanted].tolist(), strict=True)
+        for row, num_blocks in wanted:
             slot = table.prefixes.reserve_slot()
             if slot is None:
                 break
-            num_blocks = end // table.block_size
             self._copies.append(_Copy(step_index, row, num_blocks, slot, not is_prefill))
             pairs.append((row, slot))
         return np.array(pairs, np.int32).reshape(-1, 2)
@@ -67,7 +80,9 @@ class SnapshotCopies:
         table = self._table
         # A row has no other sequence before the steps that contain the last one are over.
         sequence = table.sequences[copy.row]
-        if sequence is None or table.num_named[copy.row] < copy.num_blocks:
+        boundary = copy.num_blocks * table.block_size
+        is_passed = table.num_computed_before[copy.row] < boundary <= table.num_computed[copy.row]
+        if sequence is None or not is_passed:
             table.prefixes.return_slot(copy.slot)
             return
         key = sequence.keys(copy.num_blocks, table.block_size)[-1]

@@ -47,10 +47,12 @@ class StepPlan:
         bucket: the compiled shape that will run.
         sequence_ids: [R] int64, the engine's own numbers of the sequences.
         slots: [R] int32, state slot of each row; never 0, which belongs to padding.
-        starts: [R] int32, absolute position of each row's first token of this step.
+        starts: [R] int32, absolute position of each row's first token of this step. With drafts,
+            a decode step in flight leaves open how many tokens it keeps; then this is the highest
+            position that is possible, and the device knows the true one.
         num_tokens: [R] int32, tokens of each row in this step, at least 1.
         token_ids: [T] int32, the rows' tokens one row after another; `LAST_SAMPLED` for a token
-            that a step in flight samples.
+            that a step in flight samples. Drafts are 0 here: they are on the device.
         block_tables: [R, bucket.num_blocks] int32, blocks of each row's context in order,
             padded with 0, which belongs to padding.
         temperatures: [R] float32.   top_ks: [R] int32.   top_ps: [R] float32.
@@ -90,11 +92,15 @@ class StepPlan:
 class StepResult:
     """What the device sampled.
 
-    `token_ids` is [R] int32 after a prefill step (the token after each row's last one) and
-    [T] int32 after a decode step (the token after each input token, rows one after another).
-    `report` has the log probabilities that the plan's controls ask for, None if they ask for none.
+    Attributes:
+        step_index: that of the plan.
+        token_ids: [R] int32, the token after each row. From a device that drafts [R, N + 1]: the
+            drafts that it accepted, the token that follows them, then -1.
+        report: the log probabilities that the plan's controls ask for, None if they ask for none.
+        confidences: [R, N] float32, of the drafts for the next step; None without drafts.
     """
 
     step_index: int
     token_ids: np.ndarray
     report: StepReport | None = None
+    confidences: np.ndarray | None = None

@@ -20,6 +20,7 @@ computed, so a prompt gets at least every second step.
 
 import random
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +28,7 @@ import numpy as np
 
 from serving.core import decode_scheduler, prefill_scheduler, step_controls
 from serving.core.admission import EngineLimits, check_limits, check_request, length_max
-from serving.core.buckets import BucketTable, StepKind
+from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import controls_of
 from serving.core.grammar import Grammar
 from serving.core.prefill_scheduler import WaitingQueue
@@ -51,7 +52,8 @@ class EngineStatus:
 
     Blocks that a step in flight still uses are not free, even if their sequence is over.
     `num_cached_blocks` are the free ones that hold a prefix, `num_snapshots` the prefixes that
-    can be gone on from. `num_steps` and `num_preemptions` count since the start.
+    can be gone on from. `num_steps` and `num_preemptions` count since the start, and so do
+    `num_verified` and `num_accepted`: drafts by their place after the last token.
     """
 
     num_waiting: int
@@ -66,6 +68,8 @@ class EngineStatus:
     num_preemptions: int
     num_cached_blocks: int = 0
     num_snapshots: int = 0
+    num_verified: tuple[int, ...] = ()
+    num_accepted: tuple[int, ...] = ()
 
     @property
     def num_running(self) -> int:
@@ -90,17 +94,28 @@ class Engine:
 
     A sequence ends at `context_max` tokens, or at what the whole pool holds if that is less.
 
+    Args:
+        random_source: of the seeds of requests without one.
+        step_ms: measured time of decode buckets, which decides how many drafts are verified.
+
     Raises:
         ValueError: limits that contradict each other or the buckets.
     """
 
     def __init__(
-        self, limits: EngineLimits, buckets: BucketTable, random_source: random.Random
+        self,
+        limits: EngineLimits,
+        buckets: BucketTable,
+        random_source: random.Random,
+        step_ms: Mapping[Bucket, float] | None = None,
     ) -> None:
         check_limits(limits, buckets)
         self.limits = limits
         self.buckets = buckets
         self._random = random_source
+        self._step_ms = step_ms or {}
+        self._num_verified = np.zeros(limits.num_drafts, np.int64)
+        self._num_accepted = np.zeros(limits.num_drafts, np.int64)
         self._length_max = length_max(limits)
         self._table = RunningTable(
             limits.num_slots,
@@ -109,6 +124,7 @@ class Engine:
             # As wide as the widest bucket, so that a plan's block tables are one slice.
             max(buckets.largest(kind).num_blocks for kind in StepKind),
             limits.num_snapshots,
+            limits.num_drafts,
         )
         self._snapshots = SnapshotCopies(self._table)
         self._waiting = WaitingQueue()
@@ -225,18 +241,38 @@ class Engine:
         plan = self._check_result(result)
         self._in_flight.popleft()
         table = self._table
-        ends = plan.starts + plan.num_tokens
         is_running = table.sequence_ids[plan.slots] == plan.sequence_ids
-        table.add_computed(plan.slots[is_running], ends[is_running])
-        self._snapshots.settle(plan.step_index)
-        # A chunk that is not a prompt's last one samples too, but its token means nothing. What
-        # a sequence samples after its end is dropped with the rows that are not running.
-        is_sampled = is_running & (table.num_tokens[plan.slots] == ends)
+        rows, counts = plan.slots[is_running], plan.num_tokens[is_running]
+        tokens = result.token_ids[is_running].reshape(-1, self.limits.num_drafts + 1)
+        table.num_in_flight[rows] -= 1
+        if plan.kind is StepKind.PREFILL:
+            num_computed = plan.starts[is_running] + counts
+            # A chunk that is not a prompt's last one samples too, but its token means nothing.
+            is_sampled = table.num_tokens[rows] == num_computed
+        else:
+            num_kept = (tokens >= 0).sum(axis=1)
+            table.num_scheduled[rows] += num_kept - counts
+            self._count_drafts(counts - 1, num_kept - 1)
+            num_computed = table.num_computed[rows] + num_kept
+            is_sampled = np.ones(len(rows), bool)
+        if result.confidences is not None:
+            table.add_confidences(rows, result.confidences[is_running])
         controlled = [] if plan.controls is None else self._take_prompts(plan, result, is_running)
-        deltas = self._add_tokens(plan.slots[is_sampled], result.token_ids[is_sampled])
+        deltas, over = self._add_tokens(rows[is_sampled], tokens[is_sampled])
+        # What was kept behind an end does not count.
+        table.add_computed(rows, np.minimum(num_computed, table.num_tokens[rows]))
+        self._snapshots.settle(plan.step_index)
+        for row in over:
+            sequence = table.sequences[row]
+            assert sequence is not None, f"row {row} is over but empty"
+            del self._sequences[sequence.request.request_id]
+            table.leave(row, SequenceStatus.FINISHED)
+        # Places among the deltas of the rows of the plan.
+        places = np.full(plan.num_rows, -1)
+        places[np.flatnonzero(is_running)[is_sampled]] = np.arange(len(deltas))
         for index, sequence in controlled:
-            if is_sampled[index]:
-                at = int(is_sampled[:index].sum())
+            at = int(places[index])
+            if at >= 0:
                 deltas[at] = self._take_tokens(sequence, plan, index, result, deltas[at])
         table.settle(plan.step_index)
         return deltas
@@ -257,6 +293,8 @@ class Engine:
             num_preemptions=self._num_preemptions,
             num_cached_blocks=table.blocks.num_free_named,
             num_snapshots=table.prefixes.num_used_snapshots,
+            num_verified=tuple(self._num_verified.tolist()),
+            num_accepted=tuple(self._num_accepted.tolist()),
         )
 
     def _plan_prefill(self) -> StepPlan | None:
@@ -294,9 +332,11 @@ class Engine:
         if not len(rows):
             return None
         table = self._table
-        num_tokens = np.ones(len(rows), np.int32)
-        is_known = table.num_scheduled[rows] < table.num_tokens[rows]
-        token_ids = np.where(is_known, table.last_tokens[rows], LAST_SAMPLED).astype(np.int32)
+        num_tokens = decode_scheduler.choose_lengths(table, self.buckets, rows, self._step_ms)
+        token_ids = np.zeros(num_tokens.sum(), np.int32)
+        is_known = table.num_in_flight[rows] == 0
+        firsts = np.cumsum(num_tokens) - num_tokens
+        token_ids[firsts] = np.where(is_known, table.last_tokens[rows], LAST_SAMPLED)
         return self._make_plan(StepKind.DECODE, rows, num_tokens, token_ids)
 
     def _make_plan(
@@ -318,7 +358,11 @@ class Engine:
         )
         step_index = self._num_steps
         self._num_steps += 1
+        is_prefill = kind is StepKind.PREFILL
+        sure = starts if is_prefill else table.num_tokens[rows] - 1 + table.num_in_flight[rows]
+        snapshots = self._snapshots.plan(step_index, rows, sure, ends, is_prefill)
         table.num_scheduled[rows] = ends
+        table.num_in_flight[rows] += 1
         table.last_steps[rows] = step_index
         return StepPlan(
             step_index=step_index,
@@ -336,34 +380,46 @@ class Engine:
             seeds=table.seeds[rows],
             images=images,
             restores=table.take_restores(),
-            snapshots=self._snapshots.plan(step_index, rows, ends, kind is StepKind.PREFILL),
+            snapshots=snapshots,
             controls=step_controls.plan_controls(
                 table, kind, rows, starts, num_tokens, token_ids, self.limits.vocab_size
             ),
         )
 
-    def _add_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> list[TokenDelta]:
-        """Append one sampled token to each row; end the rows that are finished by it."""
+    def _add_tokens(
+        self, rows: np.ndarray, tokens: np.ndarray
+    ) -> tuple[list[TokenDelta], list[int]]:
+        """Append what the rows [R] sampled, `tokens` [R, W] filled up with -1, up to their ends.
+
+        Returns:
+            what the clients are told, and the rows that are finished.
+        """
         table = self._table
-        table.num_tokens[rows] += 1
-        table.last_tokens[rows] = tokens
-        is_stop = (table.stop_tokens[rows] == tokens[:, None]).any(axis=1)
-        is_over = is_stop | (table.num_tokens[rows] >= table.length_limits[rows])
+        is_stop = (tokens[:, :, None] == table.stop_tokens[rows][:, None, :]).any(axis=2)
+        is_stop &= tokens >= 0
+        ends_by_token = is_stop.any(axis=1)
+        num_added = (tokens >= 0).sum(axis=1)
+        num_added = np.where(ends_by_token, is_stop.argmax(axis=1) + 1, num_added)
+        table.num_tokens[rows] += num_added
+        table.last_tokens[rows] = tokens[np.arange(len(rows)), num_added - 1]
+        is_over = ends_by_token | (table.num_tokens[rows] >= table.length_limits[rows])
         deltas: list[TokenDelta] = []
-        row_list, token_list = rows.tolist(), tokens.tolist()
-        for row, token in zip(row_list, token_list, strict=True):
+        columns = (rows, num_added, is_over, ends_by_token)
+        for row, count, over, stopped, some in zip(
+            *(column.tolist() for column in columns), tokens.tolist(), strict=True
+        ):
             sequence = table.sequences[row]
             assert sequence is not None, f"row {row} is committed but empty"
-            sequence.output_token_ids.append(token)
-            deltas.append(sequence.delta((token,)))
-        for index in np.flatnonzero(is_over).tolist():
-            reason = FinishReason.STOP if is_stop[index] else FinishReason.LENGTH
-            sequence = table.sequences[row_list[index]]
-            assert sequence is not None, f"row {row_list[index]} is committed but empty"
-            del self._sequences[sequence.request.request_id]
-            table.leave(row_list[index], SequenceStatus.FINISHED)
-            deltas[index] = sequence.delta((token_list[index],), reason)
-        return deltas
+            added = tuple(some[:count])
+            sequence.output_token_ids += added
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+            deltas.append(sequence.delta(added, reason if over else None))
+        return deltas, rows[is_over].tolist()
+
+    def _count_drafts(self, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
+        place = np.arange(self.limits.num_drafts)
+        self._num_verified += (num_verified[:, None] > place).sum(axis=0)
+        self._num_accepted += (num_accepted[:, None] > place).sum(axis=0)
 
     def _take_prompts(
         self, plan: StepPlan, result: StepResult, is_running: np.ndarray
@@ -400,11 +456,12 @@ class Engine:
                 f"result of step {result.step_index}; expected step {plan.step_index}, the oldest "
                 "in flight"
             )
-        # One token per row in both kinds of step: a row decodes one token at a time.
-        if result.token_ids.shape != (plan.num_rows,):
+        num_drafts = self.limits.num_drafts
+        shape = (plan.num_rows, num_drafts + 1) if num_drafts else (plan.num_rows,)
+        if result.token_ids.shape != shape:
             raise ValueError(
                 f"result of step {plan.step_index} has token_ids of shape "
-                f"{result.token_ids.shape}; expected ({plan.num_rows},)"
+                f"{result.token_ids.shape}; expected {shape}"
             )
         return plan
 

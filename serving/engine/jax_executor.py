@@ -35,7 +35,12 @@ from deepinfer_jax.model import Model, Weights
 from deepinfer_jax.parameters import Parameters, VisionParameters
 from deepinfer_jax.precision import CacheFormat, Precision
 from deepinfer_jax.reports import ReportedResult
-from deepinfer_jax.steps import CompiledStep, compile_slot_copies, compile_steps
+from deepinfer_jax.steps import (
+    CompiledStep,
+    SpeculativeResult,
+    compile_slot_copies,
+    compile_steps,
+)
 from deepinfer_jax.topology import Topology
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import LogprobColumns, StepReport
@@ -48,6 +53,11 @@ from sharding.plan import MeshPlan
 
 Report = Callable[[str], None]
 
+_TIMED_STEPS = 5
+
+_UNREAD_MAX = 8
+"""Results that are kept for later steps to look up; more steps are never in flight at one time."""
+
 _COPIES_PER_CALL = 8
 """State slots that one compiled copy copies; a step seldom starts or ends more prefixes."""
 
@@ -59,10 +69,12 @@ class JaxExecutor:
     """The `Executor` of one model on one mesh.
 
     `num_slots` counts the slots for snapshots too. `engram` is where its tables lie: "device" or
-    "host".
+    "host"; drafts, which the host does not know, need them on the device. With `has_drafts` every
+    step also drafts tokens, and decode steps verify them.
 
     Raises:
-        CheckpointError: the checkpoint is not usable. ValueError: a pool size is too small.
+        CheckpointError: the checkpoint is not usable, or drafts are asked for and it has none.
+        ValueError: a pool size is too small.
         ShardingError: the mesh needs more devices than there are.
     """
 
@@ -76,14 +88,22 @@ class JaxExecutor:
         mesh_plan: MeshPlan,
         report: Report = lambda line: None,
         engram: str = "device",
+        has_drafts: bool = False,
     ) -> None:
         self.mesh = DeviceMesh.of(mesh_plan)
         self._engram_is_on_host = engram == "host"
         self.model_config = checkpoint.read_config(directory)
+        if has_drafts and not self.model_config.num_nextn_predict_layers:
+            raise checkpoint.CheckpointError(
+                f"{directory}: num_nextn_predict_layers is 0, so the model has no draft module; "
+                "serve it without drafts"
+            )
         precision = Precision(_compute_dtype(), CacheFormat(cache_format))
         tables = checkpoint.read_engram_tables(directory, self.model_config)
         self.model = Model(self.model_config, Topology.of(self.model_config), tables, precision)
-        self.layout = CacheLayout(self.model_config, precision, num_blocks, num_slots)
+        self.layout = CacheLayout(
+            self.model_config, precision, num_blocks, num_slots, has_draft=has_drafts
+        )
         parameters = self._load_parameters(directory, report)
         self.cache = self._allocate(report)
         self._engram: HostEngram | None = None
@@ -141,6 +161,11 @@ class JaxExecutor:
         return self._controls.neutral(kind, bucket)
 
     @property
+    def num_drafts(self) -> int:
+        """Tokens that every step drafts for each row; 0 if it does not."""
+        return self.model_config.dspark_block_size if self.layout.has_draft else 0
+
+    @property
     def image_geometry(self) -> ImageGeometry | None:
         """How images are to be cut into patches; None for a model without an image encoder."""
         config = self.model_config.vision
@@ -170,25 +195,65 @@ class JaxExecutor:
             IndexError: nothing was submitted.
         """
         plan, result = self._in_flight.popleft()
-        num_real = len(plan.token_ids) if plan.kind is StepKind.DECODE else plan.num_rows
-        tokens = np.asarray(result.values)[:num_real]
-        if result.sampled is None:
-            return StepResult(plan.step_index, tokens)
-        sampled = LogprobColumns(*map(np.asarray, result.sampled))
-        prompt = None
-        if result.prompt is not None:
-            prompt = LogprobColumns(*map(np.asarray, result.prompt))
-        return StepResult(plan.step_index, tokens, StepReport(sampled, prompt))
+        # Without drafts a decode row has one token.
+        tokens, confidences = np.asarray(result.values)[: plan.num_rows], None
+        if self.layout.has_draft:
+            tokens, _, confidences = SpeculativeResult.unpack(tokens)
+        report = None
+        if result.sampled is not None:
+            sampled = LogprobColumns(*map(np.asarray, result.sampled))
+            prompt = None
+            if result.prompt is not None:
+                prompt = LogprobColumns(*map(np.asarray, result.prompt))
+            report = StepReport(sampled, prompt)
+        return StepResult(plan.step_index, tokens, report, confidences)
 
     def _known_tokens(self, packed: PackedStep) -> np.ndarray:
         """[T] token ids of a step whose references are looked up, for which it may have to wait."""
         is_reference = packed.token_ids == LAST_SAMPLED
         is_wanted = bool(is_reference.any())
-        while self._unread and (is_wanted or self._unread[0][1].is_ready()):
+        while self._unread and (is_wanted or len(self._unread) > _UNREAD_MAX):
             plan, tokens = self._unread.popleft()
             self._sampled[plan.slots] = np.asarray(tokens)[: plan.num_rows]
         row = np.minimum(packed.row_index, len(packed.slots) - 1)
         return np.where(is_reference, self._sampled[packed.slots[row]], packed.token_ids)
+
+    def decode_step_ms(self, now_ns: Callable[[], int]) -> dict[Bucket, float]:
+        """Milliseconds of a full decode step of each bucket, dispatch and transfers included.
+
+        To be called before the first plan. The steps write where padding does.
+        """
+        times: dict[Bucket, float] = {}
+        for kind, bucket in self._steps:
+            if kind is StepKind.DECODE:
+                plan = _full_step(bucket)
+                taken: list[int] = []
+                for _ in range(1 + _TIMED_STEPS):
+                    begun = now_ns()
+                    self.submit(plan)
+                    self.collect()
+                    taken.append(now_ns() - begun)
+                # The first one warms up; the middle ones are undisturbed.
+                times[bucket] = float(np.mean(sorted(taken[1:])[1:-1])) / 1e6
+        return times
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What the time of its steps depends on, beside their shapes."""
+        device = self.mesh.mesh.devices.flat[0]
+        return {
+            "config": str(self.model_config),
+            "cache_format": self.layout.precision.cache_format.value,
+            "mesh": str(self.mesh.plan),
+            "device": f"{device.platform} {device.device_kind}",
+            "has_drafts": str(self.layout.has_draft),
+        }
+
+    @property
+    def cache_directory(self) -> Path | None:
+        """Where jax keeps compiled programs between starts; None if it does not."""
+        directory = jax.config.jax_compilation_cache_dir
+        return Path(directory) if directory else None
 
     def _copy(self, pairs: np.ndarray) -> None:
         """Copy state slots: `pairs` [N, 2] of source and destination."""
@@ -212,6 +277,8 @@ class JaxExecutor:
                 report(f"loading {directory.name}: {25 * quarter}% of {total / 2**20:.1f} MiB")
 
         parts = {"text"} if self.model_config.vision is None else {"text", "vision"}
+        if self.layout.has_draft:
+            parts.add("draft")
         return checkpoint.load(
             directory, self.model_config, place=self._place, parts=parts, report=progress
         )
@@ -360,6 +427,28 @@ class _ImageEncoder:
 
     def _numbers(self, *values: int) -> jax.Array:
         return jax.device_put(np.array(values, np.int32), self._sharding)
+
+
+def _full_step(bucket: Bucket) -> StepPlan:
+    """A decode step without an unused row or token, whose rows all lie in the padding slot."""
+    rows = np.zeros(bucket.num_rows, np.int32)
+    num_tokens = rows + bucket.num_tokens // bucket.num_rows
+    num_tokens[: bucket.num_tokens % bucket.num_rows] += 1
+    return StepPlan(
+        step_index=-1,
+        kind=StepKind.DECODE,
+        bucket=bucket,
+        sequence_ids=rows.astype(np.int64),
+        slots=rows,
+        starts=rows,
+        num_tokens=num_tokens,
+        token_ids=np.zeros(bucket.num_tokens, np.int32),
+        block_tables=np.zeros((bucket.num_rows, bucket.num_blocks), np.int32),
+        temperatures=rows.astype(np.float32),
+        top_ks=rows,
+        top_ps=np.ones(bucket.num_rows, np.float32),
+        seeds=rows.astype(np.int64),
+    )
 
 
 def shape_of(kind: StepKind, bucket: Bucket) -> StepShape:

@@ -69,6 +69,8 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
         "num_requests_waiting": ("Requests waiting for room", engine.num_waiting),
         "kv_blocks": ("KV blocks in the pool", engine.num_blocks),
         "kv_blocks_free": ("KV blocks nobody holds", engine.num_free_blocks),
+        "kv_blocks_cached": ("KV blocks nobody holds, with a prefix", engine.num_cached_blocks),
+        "prefix_snapshots": ("Prefixes that can be gone on from", engine.num_snapshots),
         "kv_cache_usage_ratio": ("Share of KV blocks held", num_used / engine.num_blocks),
         "state_slots": ("State slots in the pool", engine.num_slots),
         "state_slots_free": ("State slots nobody holds", engine.num_free_slots),
@@ -81,6 +83,15 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
     }
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"deepinfer_{name}", text, value=value)
+    drafts = {
+        "drafts_verified": ("Drafts verified, by place", engine.num_verified),
+        "drafts_accepted": ("Drafts accepted, by place", engine.num_accepted),
+    }
+    for name, (text, counts) in drafts.items():
+        family = CounterMetricFamily(f"deepinfer_{name}", text, labels=["position"])
+        for place, count in enumerate(counts):
+            family.add_metric([str(place)], count)
+        yield family
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:

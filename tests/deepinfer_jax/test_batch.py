@@ -16,6 +16,7 @@ from deepinfer_jax.batch import (
     keep_sampled,
     last_tokens,
     pack,
+    start_at_lengths,
 )
 from tests.deepinfer_jax.golden_model import batch_arrays, to_batch
 
@@ -61,6 +62,12 @@ def test_references_are_replaced_by_what_the_slot_sampled() -> None:
     np.testing.assert_array_equal(batch.token_ids, [93, 6, 91, 0, 0, 0, 0, 0])
     kept = keep_sampled(batch, jnp.array([7, 8, 9, 9]), sampled)
     np.testing.assert_array_equal(kept, [90, 8, 92, 7, 94])
+
+
+def test_rows_that_feed_references_start_where_the_device_says() -> None:
+    arrays = batch_arrays(SHAPE, [(np.array([LAST_SAMPLED, 0]), 16, 3, [1]), *ROWS[1:]])
+    batch = start_at_lengths(to_batch(SHAPE, arrays), jnp.array([50, 51, 52, 12, 54]))
+    np.testing.assert_array_equal(batch.starts[:2], [12, 0])
 
 
 def test_samples() -> None:

@@ -5,6 +5,7 @@ Method: capacities compared with numbers worked out by hand; a built cluster ans
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,21 @@ def test_capacity_follows_the_options() -> None:
     engine = make_engine(options, FACTS, random.Random(0))
     assert (engine.limits.num_slots, engine.limits.num_snapshots) == (7, 3)
     assert engine.limits.in_flight_max == 1
+
+
+def test_with_drafts_decode_steps_have_room_for_several_tokens_of_a_row() -> None:
+    options = EngineOptions(max_context=512, decode_rows=(1, 8), has_drafts=True)
+    decode = plan_capacity(options).buckets.of(StepKind.DECODE)
+    assert sorted((bucket.num_rows, bucket.num_tokens) for bucket in decode) == [
+        (1, 1),
+        (1, 3),
+        (1, 6),
+        (8, 8),
+        (8, 24),
+        (8, 48),
+    ]
+    facts = replace(FACTS, num_drafts=5)
+    assert make_engine(options, facts, random.Random(0)).limits.num_drafts == 5
 
 
 def test_impossible_capacities_are_refused() -> None:

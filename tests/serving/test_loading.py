@@ -7,6 +7,7 @@ executor where a whole load would only repeat what other tests do.
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,32 +30,48 @@ def configured(**changes: object) -> ServingConfig:
     return override(ServingConfig(), dotted)
 
 
-def test_configuration_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+DRAFTING = {Bucket(3, 3, 2), Bucket(3, 9, 2), Bucket(3, 18, 2)}
+
+
+def test_configuration_reaches_the_executor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made: list[tuple[Any, ...]] = []
 
     class Recorder:
         model_config = SimpleNamespace(vocab_size=320, max_position_embeddings=99, eos_token_id=1)
         image_geometry = ImageGeometry(318, 14, 3, 64, 1764)
 
-        def __init__(self, *arguments: object, report: object, engram: str) -> None:
-            made.append((*arguments, report, engram))
+        num_drafts = 5
+        cache_directory = tmp_path / "compiled"
+        identity = {"device": "recorder"}
+        num_timed = 0
+
+        def __init__(
+            self, *arguments: object, report: object, engram: str, has_drafts: bool
+        ) -> None:
+            made.append((*arguments, report, engram, has_drafts))
+
+        def decode_step_ms(self, now_ns: Callable[[], int]) -> dict[Bucket, float]:
+            assert now_ns() > 0
+            Recorder.num_timed += 1
+            return {bucket: 2.0 for bucket in DRAFTING}
 
     monkeypatch.setattr(serving.engine.jax_executor, "JaxExecutor", Recorder)
     lines: list[str] = []
-    model = load_model(
-        configured(
-            model__cache_format="noq",
-            model__engram="host",
-            engine__prefix_snapshots=5,
-            engine__decode_rows=[3],
-            engine__num_blocks=40,
-            engine__max_context=256,
-        ),
-        lines.append,
+    config = configured(
+        model__cache_format="noq",
+        engine__prefix_snapshots=5,
+        engine__decode_rows=[3],
+        engine__has_drafts=True,
+        engine__num_blocks=40,
+        engine__max_context=256,
     )
-    directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report, engram = made[0]
-    assert (directory, cache_format, engram) == (MODEL_DIR, "noq", "host")
-    assert (StepKind.DECODE, Bucket(3, 3, 2)) in list(buckets)
+    model = load_model(config, lines.append)
+    assert lines.pop() == "measuring decode steps"
+    directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report, *rest = made[0]
+    assert (directory, cache_format, rest) == (MODEL_DIR, "noq", ["device", True])
+    assert set(buckets.of(StepKind.DECODE)) == DRAFTING
     assert (num_blocks, num_slots) == (40, 4 + 5), "three rows, padding and five snapshots"
     assert mesh_plan.num_devices == 1
     assert model.facts.images == Recorder.image_geometry
@@ -67,6 +84,17 @@ def test_configuration_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.codec.encode_text("a")
     assert model.grammars is not None
     assert model.grammars.compile(OutputConstraint(ConstraintKind.JSON, ""))
+    assert (facts.num_drafts, facts.step_ms) == (5, {bucket: 2.0 for bucket in DRAFTING})
+    # The second time the figures are known.
+    assert load_model(config, lines.append).facts.step_ms == facts.step_ms
+    assert Recorder.num_timed == 1
+    load_model(configured(model__engram="host"), lines.append)
+    assert made[-1][-2:] == ("host", False)
+
+
+def test_drafts_need_engram_tables_on_the_device() -> None:
+    with pytest.raises(ConfigError, match="engine.has_drafts is true and model.engram is 'host'"):
+        load_model(configured(engine__has_drafts=True, model__engram="host"), print)
 
 
 def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ def advance(table: RunningTable, row: int, num_tokens: int) -> None:
 def plan(
     copies: SnapshotCopies, step: int, rows: list[int], ends: list[int], is_prefill: bool
 ) -> list[list[int]]:
-    return copies.plan(step, np.array(rows), np.array(ends), is_prefill).tolist()
+    starts = np.array(ends) - 1
+    return copies.plan(step, np.array(rows), starts, np.array(ends), is_prefill).tolist()
 
 
 def test_prompts_are_copied_at_their_cuts_and_output_at_every_boundary() -> None:
@@ -99,3 +100,28 @@ def test_of_what_is_generated_only_the_newest_snapshot_stays() -> None:
     keys = sequence.keys(6, 4)
     kept = [table.prefixes.snapshot(key) is not None for key in keys]
     assert kept == [False, False, True, False, False, True]
+
+
+def test_a_boundary_that_drafts_may_pass_is_kept_only_if_they_do() -> None:
+    """Between 13 and 15 tokens before the step, and at most 18 after it."""
+    table = make_table()
+    copies = SnapshotCopies(table)
+    row = enter(table, 0)
+    sequence = table.sequences[row]
+    assert sequence is not None
+    sequence.output_token_ids = list(range(10))
+    assert table.claim(row, 20)
+    advance(table, row, 13)
+    for step, (start, end, is_kept) in enumerate([(13, 15, False), (15, 17, True)]):
+        taken = copies.plan(step, np.array([row]), np.array([13]), np.array([18]), False)
+        assert len(taken) == 1
+        assert table.num_computed[row] == start
+        advance(table, row, end)
+        copies.settle(step)
+        assert (table.prefixes.num_used_snapshots == 1) is is_kept
+    # The next step may pass no boundary, and one that was passed before is of no use.
+    assert copies.plan(2, np.array([row]), np.array([17]), np.array([19]), False).tolist() == []
+    assert len(copies.plan(3, np.array([row]), np.array([13]), np.array([19]), False)) == 1
+    advance(table, row, 18)
+    copies.settle(3)
+    assert table.prefixes.num_used_snapshots == 1

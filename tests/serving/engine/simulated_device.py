@@ -78,6 +78,9 @@ class SimulatedDevice:
         # A slot remembers what it had seen at its last few lengths, as rings on a device do.
         self._slots = np.full((limits.num_slots + limits.num_snapshots, ROLLBACK_MAX + 1, 2), -1)
         self._sampled = np.full(limits.num_slots, -1)
+        self._num_drafts = limits.num_drafts
+        self._lengths = np.zeros(limits.num_slots, np.int64)
+        self._drafts = np.full((limits.num_slots, limits.num_drafts), -1)
         self.in_flight: deque[StepPlan] = deque()
         self.kinds: list[StepKind] = []
         self.num_references = 0
@@ -91,14 +94,14 @@ class SimulatedDevice:
         plan = self.in_flight.popleft()
         for source, destination in plan.restores.tolist():
             self._slots[destination] = self._slots[source]
-        result = StepResult(plan.step_index, self._run(pack(plan), plan))
+        result = self._run(pack(plan), plan)
         for source, destination in plan.snapshots.tolist():
             self._slots[destination] = self._slots[source]
         return result
 
-    def _run(self, step: PackedStep, plan: StepPlan) -> np.ndarray:
-        """Sampled tokens of the rows in use (prefill) or of the tokens in use (decode)."""
-        sampled: list[int] = []
+    def _run(self, step: PackedStep, plan: StepPlan) -> StepResult:
+        """Tokens that the rows in use sample, and how sure the device is of its next drafts."""
+        sampled: list[list[int]] = []
         for place in plan.images:
             values = _image_values(place.image)
             there = step.token_ids[place.token_index :][: len(values)]
@@ -111,16 +114,61 @@ class SimulatedDevice:
             tokens = step.token_ids[step.row_index == row].tolist()
             assert len(tokens) == step.num_tokens[row] > 0
             slot = int(step.slots[row])
+            start = int(step.starts[row])
             if tokens[0] == LAST_SAMPLED:
                 tokens[0] = int(self._sampled[slot])
                 self.num_references += 1
-            per_token = self._run_row(step, row, tokens)
-            self._sampled[slot] = per_token[-1]
-            sampled.extend(per_token if step.kind is StepKind.DECODE else per_token[-1:])
-        return np.array(sampled, np.int32)
+                assert self._lengths[slot] <= start, "the row is longer than the host thinks"
+                start = int(self._lengths[slot])
+            if step.kind is StepKind.DECODE:
+                assert self._lengths[slot] == start, "the host has lost count"
+                tokens[1:] = self._drafts[slot, : len(tokens) - 1].tolist()
+            per_token = self._run_row(step, row, tokens, start)
+            kept = per_token[-1:]
+            self._lengths[slot] = start + len(tokens)
+            if step.kind is StepKind.DECODE:
+                num_accepted = 0
+                while per_token[num_accepted] in tokens[num_accepted + 1 : num_accepted + 2]:
+                    num_accepted += 1
+                kept = per_token[: num_accepted + 1]
+                self._lengths[slot] = start + len(kept)
+            self._sampled[slot] = kept[-1]
+            sampled.append(kept)
+            if self._num_drafts:
+                self._draft(step, row)
+        if not self._num_drafts:
+            return StepResult(plan.step_index, np.array(sampled, np.int32)[:, 0])
+        token_ids = np.full((len(sampled), self._num_drafts + 1), -1, np.int32)
+        for row, kept in enumerate(sampled):
+            token_ids[row, : len(kept)] = kept
+        # As different from row to row and step to step as can be.
+        sure = (token_ids[:, :1] * 7 + np.arange(self._num_drafts) * 3) % 11 / 11
+        return StepResult(plan.step_index, token_ids, confidences=sure.astype(np.float32))
 
-    def _run_row(self, step: PackedStep, row: int, tokens: list[int]) -> list[int]:
-        start, slot, table = int(step.starts[row]), int(step.slots[row]), step.block_tables[row]
+    def _draft(self, step: PackedStep, row: int) -> None:
+        """What the row will sample next, and now and then something else."""
+        slot = int(step.slots[row])
+        length = int(self._lengths[slot])
+        _, digest = self._slots[slot][length % (ROLLBACK_MAX + 1)].tolist()
+        token = int(self._sampled[slot])
+        for place in range(self._num_drafts):
+            digest = _extend(digest, token)
+            token = _sample(digest, length + place + 1, self._sampling_of(step, row))
+            if digest % 5 == 0:
+                token = (token + 1) % VOCAB_SIZE
+            self._drafts[slot, place] = token
+
+    def _sampling_of(self, step: PackedStep, row: int) -> tuple[float, int, float, int]:
+        seed = int(step.seed_low[row]) + (int(step.seed_high[row]) << 32)
+        return (
+            float(step.temperatures[row]),
+            int(step.top_ks[row]),
+            float(step.top_ps[row]),
+            seed,
+        )
+
+    def _run_row(self, step: PackedStep, row: int, tokens: list[int], start: int) -> list[int]:
+        slot, table = int(step.slots[row]), step.block_tables[row]
         assert slot > 0, "the padding slot was given to a sequence"
         ring = self._slots[slot]
         num_seen, seen = ring[start % len(ring)].tolist() if start else (0, _EMPTY)
@@ -131,14 +179,12 @@ class SimulatedDevice:
         for position in range(start):
             digest = _extend(digest, int(self._pool[self._place(table, position)]))
         assert digest == seen, f"the blocks of row {row} do not hold what slot {slot} has seen"
-        seed = int(step.seed_low[row]) + (int(step.seed_high[row]) << 32)
-        sampling = (float(step.temperatures[row]), int(step.top_ks[row]), float(step.top_ps[row]))
         sampled: list[int] = []
         for position, token in enumerate(tokens, start):
             self._pool[self._place(table, position)] = token
             digest = _extend(digest, token)
             ring[(position + 1) % len(ring)] = position + 1, digest
-            sampled.append(_sample(digest, position + 1, (*sampling, seed)))
+            sampled.append(_sample(digest, position + 1, self._sampling_of(step, row)))
         return sampled
 
     def _place(self, table: np.ndarray, position: int) -> tuple[int, int]:
@@ -248,8 +294,8 @@ class CheckedEngine:
             sequence = table.sequences[row]
             assert sequence is not None
             assert sequence.num_tokens == table.num_tokens[row]
-            num_ahead = len(self.device.in_flight)
-            assert table.num_scheduled[row] < table.num_tokens[row] + max(num_ahead, 1)
+            num_ahead = max(len(self.device.in_flight), 1) * (self.engine.limits.num_drafts + 1)
+            assert table.num_scheduled[row] < table.num_tokens[row] + num_ahead
             assert table.num_computed[row] <= table.num_tokens[row] <= table.length_limits[row]
             assert table.num_scheduled[row] < table.length_limits[row]
             assert table.num_scheduled[row] <= table.num_blocks[row] * table.block_size
@@ -315,6 +361,7 @@ def make_limits(
     waiting_max: int = 100,
     in_flight_max: int = 1,
     num_snapshots: int = 0,
+    num_drafts: int = 0,
 ) -> EngineLimits:
     """Limits with blocks of four tokens."""
     return EngineLimits(
@@ -327,6 +374,7 @@ def make_limits(
         block_size=4,
         in_flight_max=in_flight_max,
         num_snapshots=num_snapshots,
+        num_drafts=num_drafts,
     )
 
 

@@ -19,9 +19,13 @@ from tests.serving.engine.simulated_device import (
     BUCKETS,
     VOCAB_SIZE,
     CheckedEngine,
+    make_buckets,
     make_limits,
 )
 
+DRAFT_BUCKETS = make_buckets(
+    prefill=[(4, 8, 16), (4, 16, 16)], decode=[(1, 6, 16), (2, 2, 16), (2, 8, 16), (6, 9, 16)]
+)
 LONG = SamplingParams(max_tokens=20, temperature=0, seed=3, ignore_eos=True)
 
 
@@ -29,7 +33,9 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
     return [(i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length)]
 
 
-def play(seed: int, in_flight_max: int, num_requests: int = 12) -> CheckedEngine:
+def play(
+    seed: int, in_flight_max: int, num_drafts: int = 0, num_requests: int = 12
+) -> CheckedEngine:
     """Requests of all kinds arrive at steps that depend on the seed alone; some are aborted."""
     source = random.Random(seed)
     limits = make_limits(
@@ -38,8 +44,9 @@ def play(seed: int, in_flight_max: int, num_requests: int = 12) -> CheckedEngine
         context_max=source.choice([12, 24]),
         num_snapshots=source.choice([0, 3, 9]),
         in_flight_max=in_flight_max,
+        num_drafts=num_drafts,
     )
-    checked = CheckedEngine(limits, BUCKETS)
+    checked = CheckedEngine(limits, DRAFT_BUCKETS if num_drafts else BUCKETS)
     for _ in range(num_requests):
         length = source.randint(1, min(14, checked.length_max - 1))
         sampling = SamplingParams(
@@ -58,10 +65,16 @@ def play(seed: int, in_flight_max: int, num_requests: int = 12) -> CheckedEngine
     return checked
 
 
-@settings(max_examples=150)
-@given(seed=st.integers(0, 2**32), in_flight_max=st.sampled_from([2, 2, 3]))
-def test_tokens_are_those_of_the_synchronous_engine(seed: int, in_flight_max: int) -> None:
-    together, alone = play(seed, in_flight_max), play(seed, 1)
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 2**32),
+    in_flight_max=st.sampled_from([1, 2, 2, 3]),
+    num_drafts=st.sampled_from([0, 1, 5]),
+)
+def test_tokens_are_those_of_the_synchronous_engine(
+    seed: int, in_flight_max: int, num_drafts: int
+) -> None:
+    together, alone = play(seed, in_flight_max, num_drafts), play(seed, 1)
     assert together.outputs.keys() == alone.outputs.keys()
     for name, tokens in alone.outputs.items():
         reasons = (alone.reasons[name], together.reasons[name])

@@ -45,6 +45,19 @@ def host_executor() -> JaxExecutor:
     return JaxExecutor(DIRECTORY, "kvq", FEW_BUCKETS, 12, 5 + NUM_SNAPSHOTS, plan, engram="host")
 
 
+DRAFT_BUCKETS = BucketTable(
+    {StepKind.PREFILL: [Bucket(2, 16, 2)], StepKind.DECODE: [Bucket(3, 12, 2)]}
+)
+
+
+@pytest.fixture(scope="module")
+def drafting_executor() -> JaxExecutor:
+    """The same with drafts, and rows that share room for them."""
+    plan = load_plan("single")
+    slots = 5 + NUM_SNAPSHOTS
+    return JaxExecutor(DIRECTORY, "kvq", DRAFT_BUCKETS, 12, slots, plan, has_drafts=True)
+
+
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """Names of everything that is compiled while the test runs."""
@@ -78,6 +91,7 @@ def _engine(
         eos_token_id=facts.eos_token_id,
         num_snapshots=num_snapshots,
         in_flight_max=in_flight_max,
+        num_drafts=executor.num_drafts,
     )
     return Engine(limits, buckets, random.Random(7))
 
@@ -154,6 +168,36 @@ def test_tokens_fed_before_they_are_known_are_the_same(executor: JaxExecutor, go
     assert outputs[1] == outputs[0]
 
 
+def test_verified_drafts_give_the_greedy_tokens(
+    drafting_executor: JaxExecutor, golden: Path
+) -> None:
+    data = np.load(golden / "greedy.npz")
+    prompt = tuple(int(t) for t in data["prompt"])
+    greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    short = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    outputs: list[dict[str, list[int]]] = []
+    for in_flight_max in (1, 2):
+        engine = _engine(drafting_executor, in_flight_max=in_flight_max, buckets=DRAFT_BUCKETS)
+        engine.admit(Request("greedy", prompt, greedy))
+        for i in range(3):
+            engine.admit(Request(f"short {i}", prompt[: 5 * i + 1], short))
+        outputs.append(_run(engine, drafting_executor))
+        status = engine.status()
+        assert len(status.num_verified) == len(status.num_accepted) == 5
+        assert all(a <= v for a, v in zip(status.num_accepted, status.num_verified, strict=True))
+        assert 0 < status.num_verified[4] < status.num_verified[0]
+    assert outputs[0]["greedy"] == data["tokens_kvq"].tolist()
+    assert outputs[1] == outputs[0]
+
+
+def test_decode_steps_are_timed(drafting_executor: JaxExecutor) -> None:
+    ticks = iter(range(0, 10**12, 3_000_000))
+    times = drafting_executor.decode_step_ms(lambda: next(ticks))
+    assert times == {Bucket(3, 12, 2): 3.0}
+    identity = drafting_executor.identity
+    assert identity["device"].startswith("cpu ") and identity["has_drafts"] == "True"
+
+
 def test_dispatching_a_step_waits_for_no_device(
     executor: JaxExecutor, rng: np.random.Generator
 ) -> None:
@@ -216,9 +260,6 @@ def test_host_rows_are_fetched_while_a_step_runs(
 
     class Running:
         def copy_to_host_async(self) -> None: ...
-
-        def is_ready(self) -> bool:
-            return False
 
         def __array__(self) -> np.ndarray:
             raise AssertionError("waited for a step that runs")

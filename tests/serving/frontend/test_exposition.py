@@ -21,6 +21,10 @@ ENGINE = EngineStatus(
     num_free_slots=2,
     num_steps=77,
     num_preemptions=1,
+    num_cached_blocks=2,
+    num_snapshots=6,
+    num_verified=(30, 20),
+    num_accepted=(25, 9),
 )
 
 
@@ -54,6 +58,9 @@ def test_counters_gauges_and_histograms() -> None:
     assert found["deepinfer_engine_steps_total"] == 77
     assert found["deepinfer_preemptions_total"] == 1
     assert found["deepinfer_engine_up"] == 1
+    assert found["deepinfer_kv_blocks_cached"] == 2 and found["deepinfer_prefix_snapshots"] == 6
+    assert found["deepinfer_drafts_verified_total{position=0}"] == 30
+    assert found["deepinfer_drafts_accepted_total{position=1}"] == 9
 
 
 def test_failed_engine_is_down_and_silent_one_has_no_gauges() -> None:
