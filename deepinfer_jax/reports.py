@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.batch import StepBatch, StepShape, TokenView
-from deepinfer_jax.controls import Settings
+from deepinfer_jax.controls import Controls, Settings
 from deepinfer_jax.layers.hyper_connections import Residual
 from deepinfer_jax.model import Model, Weights, logits
 
@@ -71,7 +71,7 @@ def report(
     residual: Residual,
     batch: StepBatch,
     shape: StepShape,
-    settings: Settings,
+    controls: Controls,
 ) -> ReportedResult:
     """The result `values` of a step with the log probabilities that are wanted.
 
@@ -79,6 +79,7 @@ def report(
         tokens: [M] int32, the tokens sampled by the logits `target` [M, V].
         residual: what the layers left of each token of the step.
     """
+    settings = Settings.unpack(controls.settings, shape)
     with jax.named_scope("logprobs"):
         sampled = _where_wanted(settings.reports[0] > 0, lambda: logprobs(target, tokens))
         if shape.samples_every_token:

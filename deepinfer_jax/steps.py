@@ -24,7 +24,7 @@ from deepinfer_jax.batch import (
     start_at_lengths,
 )
 from deepinfer_jax.cache import KVCache, copy_slots
-from deepinfer_jax.controls import Controls, Settings, adjusted
+from deepinfer_jax.controls import Controls, adjusted
 from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, no_probe
 from deepinfer_jax.model import Model, Weights, forward, logits, upper_batch
@@ -84,8 +84,7 @@ def run_step(
     cache = cache._replace(sampled=keep_sampled(batch, newest, cache.sampled))
     if controls is None:
         return tokens, cache
-    settings = Settings.unpack(controls.settings, shape)
-    more = (model, weights, residual, batch, shape, settings)
+    more = (model, weights, residual, batch, shape, controls)
     return report(tokens, tokens, target, *more), cache
 
 
@@ -156,18 +155,15 @@ def run_speculative_step(
     batch = upper_batch(batch, shape.replay)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
-        target = logits(model, weights, residual, token_index)
-        judged = target
-        if controls is not None:
-            judged = adjusted(target, batch, token_index, shape, controls)
+    else:
+        token_index = last_tokens(batch)
+    judged = target = logits(model, weights, residual, token_index)
+    if controls is not None:
+        judged = adjusted(target, batch, token_index, shape, controls)
+    if shape.samples_every_token:
         accepted, following = accept(judged, batch, waiting)
         num_kept, emitted = accepted + 1, emitted_after(batch, accepted, following)
     else:
-        token_index = last_tokens(batch)
-        target = logits(model, weights, residual, token_index)
-        judged = target
-        if controls is not None:
-            judged = adjusted(target, batch, token_index, shape, controls)
         emitted = following = sample(judged, batch, token_index)
         accepted, num_kept = jnp.zeros_like(following), batch.num_tokens
     probe("logits", target)
@@ -188,8 +184,7 @@ def run_speculative_step(
     )
     if controls is None:
         return results, cache
-    settings = Settings.unpack(controls.settings, shape)
-    more = (model, weights, residual, batch, shape, settings)
+    more = (model, weights, residual, batch, shape, controls)
     return report(results, emitted, target, *more), cache
 
 

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from serving import LLM, SamplingParams
+from serving.core.request import ConstraintKind, OutputConstraint
 from tests.e2e.pictures import chat, picture
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -36,6 +37,17 @@ def test_nothing_compiles_after_start_up(llm: LLM, compilations: list[str]) -> N
         prompts = [[3 + length % 9] * length for length in lengths]
         for params in (greedy, sampled):
             assert len(llm.generate(prompts, params)) == len(prompts)
+    assert compilations == []
+
+
+def test_nothing_compiles_for_controls(llm: LLM, compilations: list[str]) -> None:
+    reported = SamplingParams(max_tokens=3, logprobs=3, prompt_logprobs=2)
+    bias = tuple((token, 1.0) for token in range(300))
+    changed = SamplingParams(max_tokens=3, min_p=0.1, presence_penalty=1.0, logit_bias=bias)
+    prompts = [list(range(3, 303)), [4] * 9]
+    assert len(llm.generate(prompts, [reported, changed])) == 2
+    form = OutputConstraint(ConstraintKind.REGEX, "[a-c]{4}")
+    assert len(llm.generate(prompts, SamplingParams(max_tokens=6), constraint=form)) == 2
     assert compilations == []
 
 
