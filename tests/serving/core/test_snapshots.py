@@ -122,6 +122,7 @@ def test_a_boundary_that_drafts_may_pass_is_kept_only_if_they_do() -> None:
     # The next step may pass no boundary, and one that was passed before is of no use.
     assert copies.plan(2, np.array([row]), np.array([17]), np.array([19]), False).tolist() == []
     table.prefixes.drop_unused_snapshot(sequence.keys(4, 4)[-1])
+    sequence.tail_key = None
     assert len(copies.plan(3, np.array([row]), np.array([13]), np.array([19]), False)) == 1
     advance(table, row, 18)
     copies.settle(3)
