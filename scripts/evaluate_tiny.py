@@ -59,7 +59,9 @@ def main() -> None:
 
 def exact_matches(model: Path, cases: list[Case]) -> list[Score]:
     """Scores of the answers that offline generation gives."""
-    llm = LLM(model, options={"engine.max_context": 1024})
+    # One shape of each kind is enough here, and quicker to compile than those of a server.
+    shapes = {"prefill_tokens": [512], "decode_rows": [16], "max_context": 1024}
+    llm = LLM(model, options={f"engine.{name}": value for name, value in shapes.items()})
     sampling = SamplingParams(max_tokens=NUM_TOKENS_MAX, temperature=0.0)
     outputs = llm.generate([case.prompt for case in cases], sampling, progress=True)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -57,10 +57,10 @@ def run_steps(
 
 def optimiser(num_steps: int, muon_rate: float, adam_rate: float) -> optax.GradientTransformation:
     """Muon for matrices between hidden states, Adam for everything else; warm-up, then linear
-    decay over the last half."""
+    decay over the last quarter."""
 
     def schedule(peak: float) -> Callable[[Any], Any]:
-        warm, decay = min(100, num_steps // 10), num_steps // 2
+        warm, decay = min(100, num_steps // 10), num_steps // 4
         return optax.join_schedules(
             [
                 optax.linear_schedule(0.0, peak, warm),
@@ -78,10 +78,25 @@ def optimiser(num_steps: int, muon_rate: float, adam_rate: float) -> optax.Gradi
             weight_decay=0.01,
             muon_weight_dimension_numbers=_matrices,
         ),
+        optax.stateless(_faster_tables),
     )
 
 
 _MATRICES = {"wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "wgate", "wk", "main_proj"}
+
+
+_ENGRAM = jax.tree_util.GetAttrKey("engram")
+_TABLES = {"embed", "markov_embed"}
+_TABLE_RATE = 15.0
+"""Tables start with entries near 1, which Adam's rate for small weights would hardly move."""
+
+
+def _faster_tables(updates: Any, parameters: Any) -> Any:
+    def of(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+        is_table = path[-1].name in _TABLES and path[-2:-1] != (_ENGRAM,)
+        return update * _TABLE_RATE if is_table else update
+
+    return jax.tree_util.tree_map_with_path(of, updates)
 
 
 def _matrices(parameters: Any) -> Any:

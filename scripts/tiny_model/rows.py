@@ -26,6 +26,7 @@ class RowSource:
         length: T.
         seed: of the text.
         pairs_max: most pairs in a list to remember.
+        drill_share: share of the other conversations that practise one task.
         long_share: share of rows that begin with a list as long as the row allows, or a tool call.
     """
 
@@ -35,6 +36,7 @@ class RowSource:
     seed: int
     pairs_max: int
     long_share: float
+    drill_share: float
 
     def batches(self, batch_size: int, first_step: int) -> Iterator[Rows]:
         """Batches from `first_step` on, endlessly."""
@@ -77,9 +79,11 @@ class RowSource:
         thinking = rng.random() < 0.5
         if not is_long or self.length < 256:
             return (
-                self._drill(rng, left) if rng.random() < 0.4 else self._mixed(rng, left, thinking)
+                self._drill(rng, left)
+                if rng.random() < self.drill_share
+                else self._mixed(rng, left, thinking)
             )
-        if self.length >= 512 and rng.random() < 0.3:
+        if self.length >= 512 and rng.random() < 0.5:
             return self.codec.encode([tasks.tool_call(rng)], thinking=thinking)
         # A pair takes six tokens, a question about twenty.
         queries = rng.randint(2, 6)

@@ -95,6 +95,15 @@ def copying(rng: Random) -> Exchange:
     return Exchange([Turn(form.format(text), text, f"There are {len(some)} words.")])
 
 
+def repeating(rng: Random) -> Exchange:
+    """A few words several times over."""
+    some = rng.sample(w.WORDS, rng.randint(2, 7))
+    times = rng.randint(2, 4)
+    text = " ".join(some)
+    answer = ", ".join([text] * times)
+    return Exchange([Turn(f"Say {times} times: {text}", answer, f"There are {len(some)} words.")])
+
+
 def reversing(rng: Random) -> Exchange:
     """A few words backwards."""
     some = rng.sample(w.WORDS, rng.randint(2, 5))
@@ -114,7 +123,8 @@ def recall(rng: Random, num_pairs: int | None = None, num_queries: int = 6) -> E
     for number, (key, value) in enumerate(rng.choices(pairs, k=num_queries)):
         question = rng.choice(("What is {}?", "What is {}?", "Tell me {}.", "{}?")).format(key)
         user = f"Remember: {listed}. {question}" if number == 0 else question
-        turns.append(Turn(user, value, f"The list says {key} = {value}."))
+        # The answer names the key as the list does, so that what follows it can be looked up.
+        turns.append(Turn(user, f"I remember {key} = {value}.", f"The list says {key} = {value}."))
     return Exchange(turns)
 
 
@@ -239,6 +249,7 @@ MAKERS: dict[str, Maker] = {
     "sorting": sorting,
     "comparison": comparison,
     "copying": copying,
+    "repeating": repeating,
     "reversing": reversing,
     "recall": recall,
     "question": question,
@@ -251,6 +262,7 @@ WEIGHTS = {
     "sorting": 3,
     "comparison": 1,
     "copying": 2,
+    "repeating": 1,
     "reversing": 1,
     "recall": 5,
     "question": 3,
@@ -260,5 +272,13 @@ WEIGHTS = {
 }
 """How often each task is drawn."""
 
-DRILLS = {"addition": 5, "recall": 5, "sorting": 1, "question": 1, "copying": 1, "reversing": 0.5}
+DRILLS = {
+    "addition": 2,
+    "recall": 6,
+    "sorting": 1,
+    "question": 0.5,
+    "copying": 4,
+    "repeating": 3,
+    "reversing": 0.5,
+}
 """Tasks that are also practised alone, many turns in a row."""

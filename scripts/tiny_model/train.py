@@ -25,7 +25,7 @@ from scripts.tiny_model.prompts import Codec
 from scripts.tiny_model.rows import RowSource
 from scripts.tiny_model.weights import as_stored, initial_parameters, split_draft, storage_of
 
-SAID_SHARE_MAX = 0.5
+SAID_SHARE_MAX = 0.625
 """Share of a batch's tokens for which logits are made; more are left out of the loss."""
 
 INDEX_LOSS_WEIGHT = 1.0
@@ -43,6 +43,7 @@ class Stage:
         length, batch_size: T and B.
         pairs_max: most pairs in the lists of ordinary rows.
         long_share: share of rows with a list that fills the row.
+        drill_share: share of the other conversations that practise one task.
         serves: rounds weights and cache and selects entries, as serving does.
     """
 
@@ -51,6 +52,7 @@ class Stage:
     batch_size: int
     pairs_max: int
     long_share: float
+    drill_share: float
     serves: bool
 
     def network(self, config: ModelConfig) -> Network:
@@ -60,8 +62,9 @@ class Stage:
 
 
 STAGES = (
-    Stage(1000, 128, 16, 8, 0.0, False),
-    Stage(550, 576, 4, 24, 0.45, True),
+    Stage(1000, 128, 16, 8, 0.0, 0.4, False),
+    Stage(250, 128, 16, 8, 0.0, 0.8, False),
+    Stage(350, 576, 4, 16, 0.4, 0.4, True),
 )
 PEAK_RATE_MUON, PEAK_RATE_ADAM = 0.02, 3e-3
 
@@ -164,5 +167,11 @@ class Training:
         stage = self.stages[number]
         seed = self.seed * 100 + number
         return RowSource(
-            self.codec, self.tables, stage.length, seed, stage.pairs_max, stage.long_share
+            self.codec,
+            self.tables,
+            stage.length,
+            seed,
+            stage.pairs_max,
+            stage.long_share,
+            stage.drill_share,
         )

@@ -15,6 +15,7 @@ from pallas_kernels.scaled_array import Format, decode, encode
 from scripts.tiny_model.network import rounded
 
 PARTS = ("text", "draft")
+_TABLE_START = 0.02
 _IDENTITY_PULL = 3.0
 """Start of the mix between streams: each keeps about 0.87 of itself."""
 
@@ -40,6 +41,9 @@ def _initial(spec: ParameterSpec, config: ModelConfig, seed: int) -> jax.Array:
     elif leaf == "base":
         value = 0.2 * normal
         value[2 * streams :] += _IDENTITY_PULL * np.eye(streams, dtype=np.float32).reshape(-1)
+    elif spec.group == "engram_table":
+        # Rows that were never visited must not disturb the streams.
+        value = _TABLE_START * normal
     elif leaf == "embed" or leaf == "markov_embed":
         value = normal
     elif leaf in ("markov_head", "confidence_proj"):

@@ -17,7 +17,7 @@ from tests.scripts.tiny_model import small_case, tokenised
 
 
 def source(length: int, long_share: float = 0.0) -> RowSource:
-    return RowSource(tokenised.codec(), small_case.tables(), length, 3, 8, long_share)
+    return RowSource(tokenised.codec(), small_case.tables(), length, 3, 8, long_share, 0.5)
 
 
 @pytest.mark.parametrize(("length", "long_share"), [(128, 0.0), (576, 1.0)])

@@ -59,8 +59,8 @@ def test_recall_answers_from_the_list() -> None:
     assert len(exchange.turns) == 5
     for turn in exchange.turns:
         key = next(key for key in listed if re.search(rf"\b{key}\b", turn.user.split(". ")[-1]))
-        assert turn.answer == listed[key]
-        assert f"{key} = {turn.answer}" in turn.reasoning
+        assert turn.answer == f"I remember {key} = {listed[key]}."
+        assert f"{key} = {listed[key]}" in turn.reasoning
 
 
 def test_json_objects_hold_what_was_said() -> None:
@@ -103,3 +103,10 @@ def test_the_seed_decides_everything() -> None:
         assert maker(Random(5)) == maker(Random(5)), name
     assert set(tasks.WEIGHTS) == set(tasks.MAKERS)
     assert set(tasks.DRILLS) <= set(tasks.MAKERS)
+
+
+def test_repeating_says_it_as_often_as_asked() -> None:
+    for seed in range(10):
+        turn = tasks.repeating(Random(seed)).turns[0]
+        times, text = re.fullmatch(r"Say (\d) times: (.*)", turn.user).groups()
+        assert turn.answer.split(", ") == [text] * int(times)
