@@ -176,16 +176,23 @@ def run_speculative_step(
     tokens = _emitted(waiting.tokens[batch.slots], accepted, following, rows.is_real)
     words = jax.lax.bitcast_convert_type(confidences, jnp.int32)
     results = jnp.concatenate([tokens, drafted.tokens[batch.slots], words], axis=1)
-    cache = cache._replace(
-        draft=drafted._replace(
-            lengths=keep_sampled(batch, batch.starts + num_kept, drafted.lengths)
-        ),
-        sampled=keep_sampled(batch, following, cache.sampled),
-    )
+    cache = _remember(cache._replace(draft=drafted), batch, following, num_kept)
     if controls is None:
         return results, cache
     more = (model, weights, residual, batch, shape, controls)
     return report(results, emitted, target, *more), cache
+
+
+def _remember(
+    cache: KVCache, batch: StepBatch, following: jax.Array, num_kept: jax.Array
+) -> KVCache:
+    """The cache that knows where its sequences stand: for the next step to go on from there."""
+    assert cache.draft is not None
+    lengths = keep_sampled(batch, batch.starts + num_kept, cache.draft.lengths)
+    return cache._replace(
+        draft=cache.draft._replace(lengths=lengths),
+        sampled=keep_sampled(batch, following, cache.sampled),
+    )
 
 
 def _emitted(
