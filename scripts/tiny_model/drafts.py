@@ -20,11 +20,10 @@ from scripts.tiny_model.network import (
     Network,
     Rows,
     Turn,
-    collapse,
     cross_entropy,
-    expand,
     turn_of,
 )
+from scripts.tiny_model.streams import collapse, expand
 
 CONFIDENCE_LOSS_WEIGHT = 0.3
 

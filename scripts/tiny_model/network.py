@@ -9,7 +9,6 @@ the entries got.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,15 +30,12 @@ from deepinfer_jax.precision import CacheFormat
 from deepinfer_jax.topology import LayerKind, LayerTopology, Topology
 from pallas_kernels.reference.grouped_matmul import swiglu
 from pallas_kernels.reference.index_topk import best_blocks, in_blocks
-from pallas_kernels.scaled_array import Format, quantise_dequantise
+from scripts.tiny_model.products import compare, linear, rounded, weigh
+from scripts.tiny_model.streams import Mix, Streams, collapse, expand, sinkhorn
 
 SEGMENT_ALIGNMENT = 8
 ABSENT = -1e30
 """Logit of what may not be seen. Finite, so that no gradient becomes NaN."""
-
-
-Streams = list[jax.Array]
-"""The residual streams, [B, T, D] each."""
 
 
 class Rows(NamedTuple):
@@ -85,27 +81,6 @@ class Settings:
     compute_dtype: Any = jnp.bfloat16
     cache_format: CacheFormat = CacheFormat.KVQ
     selects: bool = True
-
-
-@jax.custom_vjp
-def _straight_through(values: jax.Array, rounded: jax.Array) -> jax.Array:
-    return rounded
-
-
-_straight_through.defvjp(
-    lambda values, rounded: (rounded, None), lambda _, gradient: (gradient, None)
-)
-
-
-def rounded(values: jax.Array, form: Format | str | None) -> jax.Array:
-    """`values` as stored in `form` (a dtype name of a checkpoint counts), with the gradient of
-    the values themselves."""
-    if form is None or form == "F32":
-        return values
-    if form == "BF16":
-        return values.astype(jnp.bfloat16).astype(values.dtype)
-    assert isinstance(form, Format), form
-    return _straight_through(values, quantise_dequantise(jax.lax.stop_gradient(values), form))
 
 
 @dataclass(frozen=True)
@@ -167,10 +142,10 @@ class Network:
 
     def product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """`x` [..., K] times `weight` [N, K], float32."""
-        return _linear(x, weight, self.settings.compute_dtype)
+        return linear(x, weight, self.settings.compute_dtype)
 
     @jax.named_scope("mix")
-    def mix(self, streams: Streams, p: HyperParameters) -> "Mix":
+    def mix(self, streams: Streams, p: HyperParameters) -> Mix:
         """Coefficients of a sub-layer."""
         c, s = self.config, self.config.hc_mult
         flat = jnp.concatenate(streams, axis=-1)
@@ -179,7 +154,7 @@ class Network:
         pre = jax.nn.sigmoid(m[..., :s] * p.scale[0] + p.base[:s]) + c.hc_eps
         post = 2.0 * jax.nn.sigmoid(m[..., s : 2 * s] * p.scale[1] + p.base[s : 2 * s])
         comb = m[..., 2 * s :] * p.scale[2] + p.base[2 * s :]
-        return Mix(pre, post, _sinkhorn(comb, s, c.hc_sinkhorn_iters, c.hc_eps))
+        return Mix(pre, post, sinkhorn(comb, s, c.hc_sinkhorn_iters, c.hc_eps))
 
     @jax.named_scope("engram")
     def engram(self, streams: Streams, table_rows: jax.Array, p: EngramParameters) -> Streams:
@@ -346,17 +321,9 @@ class Network:
         weight = weight * (c.index_n_heads * c.index_head_dim) ** -0.5
         scores = jnp.zeros((), jnp.float32)
         for head in range(c.index_n_heads):
-            dots = _compare(q[:, :, head], keys, dtype)
+            dots = compare(q[:, :, head], keys, dtype)
             scores = scores + jax.nn.relu(dots) * weight[:, :, head, None]
         return scores
-
-
-class Mix(NamedTuple):
-    """pre, post [B, T, S] and comb [B, T, S, S] of one sub-layer."""
-
-    pre: jax.Array
-    post: jax.Array
-    comb: jax.Array
 
 
 class Turn(NamedTuple):
@@ -492,21 +459,21 @@ def attend(
     chunk = sight.window.shape[2]
     near = with_previous_chunk(window, chunk).reshape(-1, 2 * chunk, width)
     queries = q.reshape(-1, chunk * heads, width)
-    logits = _compare(queries, near, q.dtype) * scale
+    logits = compare(queries, near, q.dtype) * scale
     logits = logits.reshape(batch, length, heads, 2 * chunk)
     present = sight.window.reshape(batch, length, 1, 2 * chunk)
     logits = jnp.where(present, logits, ABSENT)
     peak = jnp.maximum(jnp.max(logits, -1), sink)
     far = None
     if entries is not None and seen is not None:
-        far = _compare(q.reshape(batch, -1, width), entries, q.dtype) * scale
+        far = compare(q.reshape(batch, -1, width), entries, q.dtype) * scale
         far = far.reshape(batch, length, heads, -1)
         far = jnp.where(seen[:, :, None], far, ABSENT)
         peak = jnp.maximum(peak, jnp.max(far, -1))
     peak = jax.lax.stop_gradient(peak)
     weights = jnp.exp(logits - peak[..., None])
     total = jnp.sum(weights, -1) + jnp.exp(sink - peak)
-    out = _weigh(weights.reshape(*queries.shape[:2], -1), near, q.dtype).reshape(q.shape)
+    out = weigh(weights.reshape(*queries.shape[:2], -1), near, q.dtype).reshape(q.shape)
     share = None
     if far is not None and entries is not None and selected is not None:
         everything = jnp.exp(far - peak[..., None])
@@ -514,7 +481,7 @@ def attend(
         total = total + jnp.sum(chosen, -1)
         share = jax.lax.stop_gradient(jnp.sum(everything / total[..., None], axis=2))
         flat = chosen.reshape(batch, length * heads, -1)
-        out = out + _weigh(flat, entries, q.dtype).reshape(q.shape)
+        out = out + weigh(flat, entries, q.dtype).reshape(q.shape)
     return out / total[..., None], share
 
 
@@ -523,118 +490,6 @@ def with_previous_chunk(x: jax.Array, chunk: int) -> jax.Array:
     chunks = x.reshape(x.shape[0], -1, chunk, x.shape[-1])
     before = jnp.pad(chunks[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
     return jnp.concatenate([before, chunks], axis=2)
-
-
-@jax.named_scope("collapse")
-def collapse(streams: Streams, pre: jax.Array) -> jax.Array:
-    """[B, T, D]: streams summed with weights `pre` [B, T, S]."""
-    parts = [pre[..., s, None] * stream.astype(jnp.float32) for s, stream in enumerate(streams)]
-    return sum(parts[1:], parts[0]).astype(streams[0].dtype)
-
-
-@jax.named_scope("expand")
-def expand(streams: Streams, output: jax.Array, mix: Mix) -> Streams:
-    """Streams after a sub-layer put out `output` [B, T, D]."""
-    new = []
-    for k in range(len(streams)):
-        total = mix.post[..., k, None] * output.astype(jnp.float32)
-        for j, stream in enumerate(streams):
-            total = total + mix.comb[..., j, k, None] * stream.astype(jnp.float32)
-        new.append(total.astype(streams[0].dtype))
-    return new
-
-
-def _sinkhorn(logits: jax.Array, size: int, iterations: int, eps: float) -> jax.Array:
-    """The reference's projection; tokens lie last while it runs, which vectorises."""
-    lead = logits.shape[:-1]
-    a = logits.reshape(-1, size * size).T.reshape(size, size, -1)
-    a = jax.nn.softmax(a, axis=1) + eps
-    a = a / (jnp.sum(a, axis=0, keepdims=True) + eps)
-    for _ in range(iterations - 1):
-        a = a / (jnp.sum(a, axis=1, keepdims=True) + eps)
-        a = a / (jnp.sum(a, axis=0, keepdims=True) + eps)
-    return a.reshape(size * size, -1).T.reshape(*lead, size, size)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-    """`x` [..., K] times `weight` [N, K], float32.
-
-    *Why a gradient of its own*: the CPU backend has a fast product for the gradient of a weight
-    only with two contracted dimensions and operands that are already in the compute type.
-    """
-    return _dot("...k,nk->...n", x.astype(dtype), weight.astype(dtype))
-
-
-def _linear_forward(x: jax.Array, weight: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
-    narrow = x.astype(dtype), weight.astype(dtype)
-    return _dot("...k,nk->...n", *narrow), (*narrow, jnp.zeros((), x.dtype))
-
-
-def _linear_backward(dtype: Any, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight, like = saved
-    gradient = gradient.astype(dtype)
-    of_x = _dot("...n,nk->...k", gradient, weight).astype(like.dtype)
-    split = (math.gcd(math.prod(x.shape[:-1]), 16), -1)
-    rows, columns = x.reshape(*split, x.shape[-1]), gradient.reshape(*split, gradient.shape[-1])
-    return of_x, _dot("btn,btk->nk", columns, rows)
-
-
-_linear.defvjp(_linear_forward, _linear_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _compare(q: jax.Array, k: jax.Array, dtype: Any) -> jax.Array:
-    """Products [N, Q, E] of queries [N, Q, D] with keys [N, E, D], float32."""
-    return _dot("nqd,ned->nqe", q.astype(dtype), k.astype(dtype))
-
-
-def _compare_forward(q: jax.Array, k: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
-    narrow = q.astype(dtype), k.astype(dtype)
-    return _dot("nqd,ned->nqe", *narrow), (*narrow, jnp.zeros((), q.dtype), jnp.zeros((), k.dtype))
-
-
-def _compare_backward(dtype: Any, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q, k, like_q, like_k = saved
-    gradient = gradient.astype(dtype)
-    of_q = _dot("nqe,ned->nqd", gradient, k)
-    return of_q.astype(like_q.dtype), _over_queries(gradient, q).astype(like_k.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _weigh(weights: jax.Array, v: jax.Array, dtype: Any) -> jax.Array:
-    """Sums [N, Q, D] of values [N, E, D] with weights [N, Q, E], float32."""
-    return _dot("nqe,ned->nqd", weights.astype(dtype), v.astype(dtype))
-
-
-def _weigh_forward(weights: jax.Array, v: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
-    narrow = weights.astype(dtype), v.astype(dtype)
-    like = jnp.zeros((), weights.dtype), jnp.zeros((), v.dtype)
-    return _dot("nqe,ned->nqd", *narrow), (*narrow, *like)
-
-
-def _weigh_backward(dtype: Any, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    weights, v, like_weights, like_v = saved
-    gradient = gradient.astype(dtype)
-    of_weights = _dot("nqd,ned->nqe", gradient, v)
-    return of_weights.astype(like_weights.dtype), _over_queries(weights, gradient).astype(
-        like_v.dtype
-    )
-
-
-def _over_queries(x: jax.Array, y: jax.Array) -> jax.Array:
-    """[N, E, D]: sums over queries of x [N, Q, E] times y [N, Q, D]."""
-    split = (x.shape[0], -1, math.gcd(x.shape[1], 4))
-    return _dot("nqhe,nqhd->ned", x.reshape(*split, x.shape[-1]), y.reshape(*split, y.shape[-1]))
-
-
-_compare.defvjp(_compare_forward, _compare_backward)
-_weigh.defvjp(_weigh_forward, _weigh_backward)
-
-
-def _dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(form, x, y, precision=precision).astype(jnp.float32)
 
 
 @jax.named_scope("cross_entropy")

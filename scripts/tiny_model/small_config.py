@@ -8,11 +8,41 @@ VOCAB_SIZE = 1024
 _ENGRAM_VOCAB_SIZE = 2003
 _ENGRAM_ORDERS, _ENGRAM_HEADS, _ENGRAM_LAYERS = 3, 2, (1, 2)
 
+_QUANTISATION = {
+    "quant_method": "fp8",
+    "expert_dtype": "fp4",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+}
+_ROPE_SCALING = {
+    "rope_type": "yarn",
+    "factor": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 65536,
+}
+
 
 def small_config(token_ids: dict[str, int], num_classes: int) -> dict[str, Any]:
     """`config.json`. `token_ids` gives the ids of "image" and "noise", `num_classes` the number of
     token classes of the tokenizer."""
-    text = {
+    return {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": "deepseek_v41",
+        "dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "image_token_id": token_ids["image"],
+        "tokenizer_compatibility": "native",
+        "quantization_config": _QUANTISATION,
+        "text_config": _text_config(token_ids["noise"], num_classes),
+    }
+
+
+def _text_config(noise_id: int, num_classes: int) -> dict[str, Any]:
+    return {
         "model_type": "deepseek_v41_text",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,
@@ -36,13 +66,7 @@ def small_config(token_ids: dict[str, int], num_classes: int) -> dict[str, Any]:
         "max_position_embeddings": 1048576,
         "rope_theta": 10000.0,
         "compress_rope_theta": 160000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 16,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "original_max_position_embeddings": 65536,
-        },
+        "rope_scaling": _ROPE_SCALING,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "num_experts_per_tok": 3,
@@ -73,29 +97,11 @@ def small_config(token_ids: dict[str, int], num_classes: int) -> dict[str, Any]:
         "engram_compressed_vocab_size": num_classes,
         "num_nextn_predict_layers": 3,
         "dspark_block_size": 5,
-        "dspark_noise_token_id": token_ids["noise"],
+        "dspark_noise_token_id": noise_id,
         "dspark_target_layer_ids": [4, 5, 6],
         "dspark_markov_rank": 64,
         "dspark_n_routed_experts": 8,
         "dspark_num_experts_per_tok": 2,
-    }
-    return {
-        "architectures": ["DeepseekV41ForCausalLM"],
-        "model_type": "deepseek_v41",
-        "dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "image_token_id": token_ids["image"],
-        "tokenizer_compatibility": "native",
-        "quantization_config": {
-            "quant_method": "fp8",
-            "expert_dtype": "fp4",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [32, 32],
-            "scale_fmt": "ue8m0",
-        },
-        "text_config": text,
     }
 
 

@@ -12,7 +12,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.parameter_table import ParameterSpec, build_parameters
 from deepinfer_jax.parameters import Parameters
 from pallas_kernels.scaled_array import Format, decode, encode
-from scripts.tiny_model.network import rounded
+from scripts.tiny_model.products import rounded
 
 PARTS = ("text", "draft")
 _TABLE_START = 0.02

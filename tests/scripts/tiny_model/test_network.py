@@ -15,8 +15,9 @@ import pytest
 
 from deepinfer_jax.model import forward, logits
 from deepinfer_jax.precision import CacheFormat
-from scripts.tiny_model import network as network_module
-from scripts.tiny_model.network import Network, Rows, Settings, rounded
+from scripts.tiny_model import products
+from scripts.tiny_model.network import Network, Rows, Settings
+from scripts.tiny_model.products import rounded
 from tests.scripts.tiny_model import small_case
 
 
@@ -77,16 +78,17 @@ def test_products_have_the_derived_gradients() -> None:
         for i, shape in enumerate([(4, 8, 16), (5, 16), (4, 6, 16)])
     )
     shares = jax.random.normal(jax.random.key(3), (4, 8, 6))
-    m = network_module
-    assert_same_gradients(lambda x, w: m._linear(x, w, jnp.float32), lambda x, w: x @ w.T, x, w)
     assert_same_gradients(
-        lambda q, k: m._compare(q, k, jnp.float32),
+        lambda x, w: products.linear(x, w, jnp.float32), lambda x, w: x @ w.T, x, w
+    )
+    assert_same_gradients(
+        lambda q, k: products.compare(q, k, jnp.float32),
         lambda q, k: jnp.einsum("nqd,ned->nqe", q, k),
         x,
         keys,
     )
     assert_same_gradients(
-        lambda s, v: m._weigh(s, v, jnp.float32),
+        lambda s, v: products.weigh(s, v, jnp.float32),
         lambda s, v: jnp.einsum("nqe,ned->nqd", s, v),
         shares,
         keys,
