@@ -6,6 +6,9 @@ before (what the text says is what the main model would say, by and large), and 
 learns how often the best proposal is the true token.
 """
 
+# Weights in training are plain arrays and never None here; the tree's type allows more.
+# pyright: reportArgumentType=false
+
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -8,6 +8,9 @@ from the attention itself: `Trace.index_loss` pulls its scores towards the share
 the entries got.
 """
 
+# Weights in training are plain arrays and never None here; the tree's type allows more.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
+
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -4,6 +4,9 @@ Row n of a stage is the same whenever and wherever it is made, so a run that res
 starts reading at row s times the batch size.
 """
 
+# Rows are numpy arrays until they enter a step; their fields are declared as jax's.
+# pyright: reportArgumentType=false
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from scripts.tiny_model import words as w
 
@@ -29,7 +30,7 @@ class Turn:
     user: str
     answer: str
     reasoning: str
-    call: tuple[str, dict[str, object]] | None = None
+    call: tuple[str, dict[str, Any]] | None = None
     result: str = ""
 
 
@@ -38,7 +39,7 @@ class Exchange:
     """Turns that belong together, and the tools they were asked with."""
 
     turns: list[Turn]
-    tools: list[dict[str, object]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
     wants_json: bool = False
 
 
@@ -195,7 +196,7 @@ def json_object(rng: Random) -> Exchange:
     return Exchange([turn], wants_json=rng.random() < 0.4)
 
 
-def _tool(name: str, description: str, parameters: dict[str, str]) -> dict[str, object]:
+def _tool(name: str, description: str, parameters: dict[str, str]) -> dict[str, Any]:
     return {
         "name": name,
         "description": description,
@@ -222,7 +223,7 @@ def tool_call(rng: Random) -> Exchange:
     names = rng.sample(list(TOOLS), rng.randint(1, 2))
     name = rng.choice(names)
     city, reasoning = rng.choice(w.CITIES), f"I call {name}."
-    arguments: dict[str, object] = {"city": city}
+    arguments: dict[str, Any] = {"city": city}
     if name == "get_weather":
         sky, degrees = rng.choice(w.WEATHER), rng.randrange(40)
         user = rng.choice(("What is the weather in {}?", "How is the weather in {}?")).format(city)

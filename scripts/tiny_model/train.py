@@ -4,6 +4,9 @@ Everything follows from the seed: initial weights, text and order. A run that wa
 from its last checkpoint with the row it would have read next.
 """
 
+# optax leaves the trees it updates untyped.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -62,9 +65,9 @@ class Stage:
 
 
 STAGES = (
-    Stage(1000, 128, 16, 8, 0.0, 0.4, False),
-    Stage(250, 128, 16, 8, 0.0, 0.8, False),
-    Stage(350, 576, 4, 16, 0.4, 0.4, True),
+    Stage(2500, 128, 16, 8, 0.0, 0.6, False),
+    Stage(600, 256, 8, 16, 0.4, 0.5, False),
+    Stage(1200, 576, 4, 24, 0.5, 0.4, True),
 )
 PEAK_RATE_MUON, PEAK_RATE_ADAM = 0.02, 3e-3
 

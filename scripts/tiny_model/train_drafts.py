@@ -19,7 +19,7 @@ from scripts.tiny_model.network import Network, Settings
 from scripts.tiny_model.rows import RowSource
 from scripts.tiny_model.weights import as_stored, initial_parameters, split_draft, storage_of
 
-NUM_STEPS, BATCH_SIZE, NUM_ANCHORS = 150, 4, 24
+NUM_STEPS, BATCH_SIZE, NUM_ANCHORS = 600, 4, 24
 PEAK_RATE_MUON, PEAK_RATE_ADAM = 0.02, 3e-3
 
 
