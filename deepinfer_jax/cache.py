@@ -216,6 +216,7 @@ class CacheLayout:
         ring: Any = ("slots", None, "kv")
         group: Any = ("slots", None, None, "kv")
         column: Any = ("slots", None)
+        one: Any = ("slots",)
         draft_logits: Any = ("slots", None, "vocab")
         c = self.config
         sources = tuple(
@@ -226,11 +227,9 @@ class CacheLayout:
             )
             for layer in c.kv_source_layer_ids
         )
-        draft = DraftCache(
-            (ring,) * c.num_nextn_predict_layers, column, column, draft_logits, ("slots",)
-        )
+        draft = DraftCache((ring,) * c.num_nextn_predict_layers, column, column, draft_logits, one)
         rings = (ring,) * c.num_hidden_layers
-        return KVCache(rings, sources, column, ("slots",), draft if self.has_draft else None)
+        return KVCache(rings, sources, column, one, draft if self.has_draft else None)
 
     def _store(self, shape: tuple[int, ...], form: Format | None) -> Any:
         if form is None:

@@ -72,8 +72,8 @@ def write_description(directory: Path) -> None:
         texts = tokens.sample_texts(TOKENIZER_SEED, NUM_SAMPLES)
         tokens.write_tokenizer(tokens.train_tokenizer(texts, VOCAB_SIZE), directory)
     tokenizer = Tokenizer.from_file(str(path))
-    ids = {"image": tokenizer.token_to_id(tokens.IMAGE)}
-    ids["noise"] = tokenizer.token_to_id(tokens.NOISE)
+    vocabulary = tokenizer.get_vocab()
+    ids = {"image": vocabulary[tokens.IMAGE], "noise": vocabulary[tokens.NOISE]}
     num_classes = int(read_token_classes(path, VOCAB_SIZE).max()) + 1
     text = json.dumps(small_config(ids, num_classes), indent=1) + "\n"
     (directory / checkpoint.CONFIG_FILE).write_text(text, encoding="utf-8")

@@ -1,13 +1,11 @@
 """The model as it is trained: whole sequences, dense attention under masks, differentiable.
 
-The same mathematics as `deepinfer_jax.model.forward`, arranged for batches [B, T] of rows that hold
-several conversations one after another. A conversation is a *segment*: it starts at a multiple of
-`SEGMENT_ALIGNMENT`, so that compression groups and candidate blocks of a row are those that the
-conversation would have alone. The selection of entries is a mask here, and the indexer learns it
-from the attention itself: `Trace.index_loss` pulls its scores towards the share of attention that
-the entries got.
+The same mathematics as `deepinfer_jax.model.forward`, for batches [B, T] of rows that hold several
+conversations one after another. A conversation is a *segment*: it starts at a multiple of
+`SEGMENT_ALIGNMENT`, so that its compression groups and candidate blocks are those that it would
+have alone. The selection of entries is a mask, and the indexer learns it from the attention:
+`Trace.index_loss` pulls its scores towards the share of attention that the entries got.
 """
-
 # Weights in training are plain arrays and never None here; the tree's type allows more.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 
@@ -498,6 +496,5 @@ def with_previous_chunk(x: jax.Array, chunk: int) -> jax.Array:
 @jax.named_scope("cross_entropy")
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """[...] float32 negative log likelihood."""
-    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[..., 0]
+    total = jax.nn.logsumexp(logits, axis=-1)
     return total - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

@@ -170,6 +170,7 @@ def waiting_drafts(vocab_size: int = 8) -> DraftCache:
         % vocab_size,
         probability=jnp.asarray(rng.uniform(0.05, 0.5, (4, NUM_DRAFTS)), jnp.float32),
         logits=jnp.asarray(rng.normal(size=(4, NUM_DRAFTS, vocab_size)), jnp.float32),
+        lengths=jnp.zeros(4, jnp.int32),
     )
 
 

@@ -90,6 +90,7 @@ def _assert_close(received: np.ndarray, expected: np.ndarray) -> None:
 
 
 def _settled(residual: Residual) -> np.ndarray:
+    assert residual.mix is not None and residual.output is not None
     mixed = np.einsum("tjk,tjd->tkd", residual.mix.comb, residual.streams)
     return residual.mix.post[:, :, None] * residual.output[:, None, :] + mixed
 

@@ -60,7 +60,7 @@ def run(
     The sequence is the second row, behind a sequence of one token that is all tail.
     """
     model, weights = golden_model.load("noq")
-    cache = golden_model.layout(model).zeros() if cache is None else cache
+    used = golden_model.layout(model).zeros() if cache is None else cache
     out = None
     for start, end in chunks:
         rows = [(ids[:1], 0, 2, [4]), (ids[start:end], start, SLOT, [BLOCK])]
@@ -68,8 +68,8 @@ def run(
         if shape.replay is not None:
             arrays["tail_starts"] = np.array([0, tail_start], np.int32)
             arrays["visible_starts"] = np.array([0, visible_start], np.int32)
-        out, cache = compiled(shape)(weights, jnp.asarray(pack(arrays, shape)), cache)
-    return np.asarray(out), cache
+        out, used = compiled(shape)(weights, jnp.asarray(pack(arrays, shape)), used)
+    return np.asarray(out), used
 
 
 @pytest.fixture(scope="module")

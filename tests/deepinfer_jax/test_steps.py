@@ -40,14 +40,14 @@ def run(cache_format: str, sequences: list[Sequence], cache: KVCache | None = No
     """Runs all sequences together, one chunk each a step, as far as they fit."""
     model, weights = golden_model.load(cache_format)
     step = golden_model.compiled_pass(cache_format, SHAPE)
-    cache = golden_model.layout(model).zeros() if cache is None else cache
+    used = golden_model.layout(model).zeros() if cache is None else cache
     while True:
         turns = [(s, s.next_row()) for s in sequences]
         rows = [(s, row) for s, row in turns if row is not None]
         if not rows:
-            return cache
+            return used
         arrays = golden_model.batch_arrays(SHAPE, [row for _, row in rows])
-        out, _, cache = step(weights, golden_model.to_batch(SHAPE, arrays), cache)
+        out, _, used = step(weights, golden_model.to_batch(SHAPE, arrays), used)
         at = 0
         for sequence, row in rows:
             sequence.logits += list(np.asarray(out)[at : at + len(row[0])])

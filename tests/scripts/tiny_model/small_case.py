@@ -1,5 +1,8 @@
 """A model of the kind that is trained, small enough for tests, and conversations to run it on."""
 
+# Rows are numpy arrays until they enter a step; their fields are declared as jax's.
+# pyright: reportArgumentType=false
+
 import functools
 from typing import Any
 

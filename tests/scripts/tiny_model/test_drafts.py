@@ -34,6 +34,7 @@ def test_equals_the_served_drafts() -> None:
         words, _ = run_speculative_step(
             model, shape, weights, buffer, cache, probe=seen.__setitem__
         )
+        assert isinstance(words, jax.Array)
         return words, seen["draft_logits"], seen["scores"]
 
     words, expected, expected_scores = serve(weights, buffer, cache)

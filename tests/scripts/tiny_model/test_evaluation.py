@@ -36,6 +36,7 @@ def test_reasoning_may_differ() -> None:
     marker = Tokenizer.from_file(str(tokenised.directory() / "tokenizer.json")).token_to_id(
         "</think>"
     )
+    assert marker is not None
     answer = case.expected[case.expected.index(marker) :]
     assert evaluation.score([case], [[10, 11, *answer]], text_of)[0].num_right == 1
 

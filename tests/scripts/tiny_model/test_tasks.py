@@ -108,5 +108,7 @@ def test_the_seed_decides_everything() -> None:
 def test_repeating_says_it_as_often_as_asked() -> None:
     for seed in range(10):
         turn = tasks.repeating(Random(seed)).turns[0]
-        times, text = re.fullmatch(r"Say (\d) times: (.*)", turn.user).groups()
+        match = re.fullmatch(r"Say (\d) times: (.*)", turn.user)
+        assert match is not None
+        times, text = match.groups()
         assert turn.answer.split(", ") == [text] * int(times)

@@ -63,7 +63,7 @@ def compilations() -> Iterator[list[str]]:
     """Names of everything that is compiled while the test runs."""
     seen: list[str] = []
 
-    def listen(event: str, duration_s: float, **_: object) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if "compile" in event:
             seen.append(event)
 

@@ -241,7 +241,7 @@ def test_draining_past_its_limit_fails_the_rest() -> None:
 
 
 def test_status_is_matched_to_its_query() -> None:
-    engine = EngineStatus(*range(10))
+    engine = EngineStatus(0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
 
     async def test() -> None:
         gateway, _ = make_gateway()
