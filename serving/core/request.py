@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+COUNT_MAX = 2**31 - 1
+"""Counts and token ids travel as 32-bit integers."""
+
 SEED_MAX = 2**63 - 1
 """Seeds are non-negative 63-bit integers, the range that the public protocols allow."""
 
@@ -109,9 +112,9 @@ class SamplingParams:
             raise RequestError(
                 f"temperature is {self.temperature}; expected 0 to 2 (0 is greedy)", "temperature"
             )
-        if self.top_k < 0:
+        if not 0 <= self.top_k <= COUNT_MAX:
             raise RequestError(
-                f"top_k is {self.top_k}; expected 0 (keep all) or a positive count", "top_k"
+                f"top_k is {self.top_k}; expected 0 (keep all) to {COUNT_MAX}", "top_k"
             )
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(
@@ -125,6 +128,11 @@ class SamplingParams:
                 f"{STOP_TOKEN_IDS_MAX}",
                 "stop_token_ids",
             )
+        for token in self.stop_token_ids:
+            if not 0 <= token <= COUNT_MAX:
+                raise RequestError(
+                    f"stop_token_ids names {token}; expected 0 to {COUNT_MAX}", "stop_token_ids"
+                )
         self._check_controls()
 
     def _check_controls(self) -> None:

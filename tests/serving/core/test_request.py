@@ -25,13 +25,13 @@ from serving.core.request import (
     [
         ("max_tokens", [1, 2**31], [0, -1]),
         ("temperature", [0.0, 2.0], [-0.1, 2.1, math.nan, math.inf]),
-        ("top_k", [0, 10**6], [-1]),
+        ("top_k", [0, 10**6, 2**31 - 1], [-1, 2**31]),
         ("top_p", [1e-6, 1.0], [0.0, 1.01, math.nan]),
         ("seed", [0, SEED_MAX, None], [-1, SEED_MAX + 1]),
         (
             "stop_token_ids",
-            [(), (1,) * STOP_TOKEN_IDS_MAX],
-            [(1,) * (STOP_TOKEN_IDS_MAX + 1)],
+            [(), (1,) * STOP_TOKEN_IDS_MAX, (0, 2**31 - 1)],
+            [(1,) * (STOP_TOKEN_IDS_MAX + 1), (-1,), (2**31,)],
         ),
         ("min_p", [0.0, 1.0], [-0.1, 1.1, math.nan]),
         ("repetition_penalty", [1e-6, 2.0], [0.0, 2.1, math.nan]),
