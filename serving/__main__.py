@@ -138,12 +138,27 @@ def _generate(config: ServingConfig, options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.out.parent}: no such directory; --out is to be written there")
     try:
         rows = read_rows(options.prompts)
+        _check_writable(options.out, options.prompts)
         llm = LLM.of_model(config, _load(config))
         outputs = llm.generate_rows(rows, source=str(options.prompts), progress=True)
     except RowError as error:
         raise ConfigError(str(error)) from None
-    write_rows(options.out, outputs)
+    try:
+        write_rows(options.out, outputs)
+    except OSError as error:
+        raise ConfigError(f"{options.out}: cannot be written: {error.strerror}") from None
     return 0
+
+
+def _check_writable(out: Path, prompts: Path) -> None:
+    """Says before the work, not after it, that its result has nowhere to go."""
+    if out.exists() and out.samefile(prompts):
+        raise ConfigError(f"{out}: is the file of prompts; expected another one for --out")
+    try:
+        with out.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -16,6 +16,13 @@ DEFAULT_MODEL_DIR = Path(__file__).parents[1] / "tests" / "golden" / "tiny-v41"
 """The small checkpoint that the repository carries, in the real on-disk layout."""
 
 
+COUNT_MAX = 2**31 - 1
+"""Blocks, slots and tokens are numbered with 32 bits."""
+
+SECONDS_MAX = 1e6
+"""Longer waits are a slip of the pen: eleven days."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Which model is served.
@@ -62,7 +69,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0 picks a free one)")
-        _check(self.drain_s >= 0, "drain_s", self.drain_s, "0 or more seconds")
+        _check(0 <= self.drain_s <= SECONDS_MAX, "drain_s", self.drain_s, f"0 to {SECONDS_MAX:g}")
         for name in ("body_bytes_max", "prompts_max", "backlog_tokens_max"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
@@ -108,11 +115,16 @@ class EngineOptions:
                 list(sizes),
                 "positive sizes in ascending order, at least one",
             )
-        for name in ("max_context", "prefill_rows", "steps_in_flight", "waiting_max"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _check(self.prefix_snapshots >= 0, "prefix_snapshots", self.prefix_snapshots, "0 or more")
+        counts = ("max_context", "num_blocks", "prefill_rows", "steps_in_flight", "waiting_max")
+        for name in counts:
+            value = getattr(self, name)
+            _check(1 <= value <= COUNT_MAX, name, value, f"1 to {COUNT_MAX}")
+        snapshots = self.prefix_snapshots
+        is_count = 0 <= snapshots <= COUNT_MAX
+        _check(is_count, "prefix_snapshots", snapshots, f"0 to {COUNT_MAX}")
         for name in ("step_timeout_s", "grammar_timeout_s"):
-            _check(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
+            seconds = getattr(self, name)
+            _check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,9 @@ class SamplingParams:
         )
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
+        if not 1 <= self.max_tokens <= COUNT_MAX:
             raise RequestError(
-                f"max_tokens is {self.max_tokens}; expected at least 1", "max_tokens"
+                f"max_tokens is {self.max_tokens}; expected 1 to {COUNT_MAX}", "max_tokens"
             )
         if not 0.0 <= self.temperature <= 2.0:
             raise RequestError(

@@ -65,6 +65,10 @@ _EDITS_PER_CALL = 4096
 """Counts of tokens that one compiled change sets; a prompt with more takes several."""
 
 
+class CacheTooLargeError(ValueError):
+    """The device has no room for the cache that was asked for."""
+
+
 class JaxExecutor:
     """The `Executor` of one model on one mesh.
 
@@ -297,7 +301,14 @@ class JaxExecutor:
             f"{layout.bytes_per_block} bytes, {layout.num_slots} slots of {layout.bytes_per_slot}"
         )
         shardings = self.mesh.tree_shardings(layout.abstract(), layout.logical_axes())
-        return jax.jit(layout.zeros, out_shardings=shardings)()
+        try:
+            return jax.jit(layout.zeros, out_shardings=shardings)()
+        except jax.errors.JaxRuntimeError as error:
+            raise CacheTooLargeError(
+                f"the KV cache of {size / 2**30:.1f} GiB cannot be allocated "
+                f"({str(error).splitlines()[0]}); expected fewer engine.num_blocks, "
+                "engine.decode_rows or engine.prefix_snapshots"
+            ) from None
 
     def _compile(
         self, buckets: BucketTable, report: Report

@@ -159,4 +159,9 @@ def _bos_of(path: Path) -> str | None:
         token = values.get("bos_token") if values.get("add_bos_token") else None
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: not a tokenizer configuration: {error}") from None
-    return token["content"] if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(text, str):
+        raise ConfigError(
+            f"{path}: bos_token is {token!r}; expected a text, or an object with its content"
+        )
+    return text

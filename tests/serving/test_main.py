@@ -128,6 +128,19 @@ def test_generate_with_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "/no/where: no such directory" in line
 
 
+def test_generate_that_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused before anything is loaded."""
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"prompt": "Hi"}\n')
+    for out, expected in (
+        (tmp_path, "cannot be written: Is a directory"),
+        (rows, "file of prompts"),
+    ):
+        arguments = ["generate", "--prompts", str(rows), "--out", str(out)]
+        assert expected in run_main(arguments, capsys)
+    assert rows.read_text() == '{"prompt": "Hi"}\n'
+
+
 def test_plan_counts_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     assert command_line.main(["plan", "--json", str(out)]) == 0

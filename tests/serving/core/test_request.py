@@ -23,7 +23,7 @@ from serving.core.request import (
 @pytest.mark.parametrize(
     ("param", "good", "bad"),
     [
-        ("max_tokens", [1, 2**31], [0, -1]),
+        ("max_tokens", [1, 2**31 - 1], [0, -1, 2**31]),
         ("temperature", [0.0, 2.0], [-0.1, 2.1, math.nan, math.inf]),
         ("top_k", [0, 10**6, 2**31 - 1], [-1, 2**31]),
         ("top_p", [1e-6, 1.0], [0.0, 1.01, math.nan]),

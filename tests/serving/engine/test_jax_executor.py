@@ -19,7 +19,7 @@ from serving.core.request import Request, SamplingParams
 from serving.core.step_plan import LAST_SAMPLED
 from serving.engine import jax_executor
 from serving.engine.engine import Engine, EngineLimits, run_step
-from serving.engine.jax_executor import JaxExecutor
+from serving.engine.jax_executor import CacheTooLargeError, JaxExecutor
 from sharding.plan import ShardingError, load_plan
 
 BUCKETS = BucketTable(
@@ -328,3 +328,8 @@ def test_too_few_devices(golden: Path, tmp_path: Path) -> None:
     path.write_text("[mesh]\ndata = 4096\n")
     with pytest.raises(ShardingError, match="needs 4096 devices"):
         JaxExecutor(golden / "tiny-v41", "kvq", BUCKETS, 12, 5, load_plan(path))
+
+
+def test_a_cache_that_does_not_fit(golden: Path) -> None:
+    with pytest.raises(CacheTooLargeError, match=r"cannot be allocated .* fewer engine.num_blocks"):
+        JaxExecutor(golden / "tiny-v41", "kvq", BUCKETS, 2**31 - 1, 5, load_plan("single"))

@@ -90,6 +90,15 @@ def test_begin_token_is_put_in_front_where_the_checkpoint_says_so(tmp_path: Path
     assert off.encode_text("hi") == plain
 
 
+def test_a_begin_token_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
+    for token in ({}, 5, {"content": 5}):
+        values = {"add_bos_token": True, "bos_token": token}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+        with pytest.raises(ConfigError, match="bos_token is .* expected a text"):
+            TextCodec.load(tmp_path)
+
+
 def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json: no such file"):
         TextCodec.load(tmp_path)
