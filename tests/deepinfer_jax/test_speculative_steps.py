@@ -223,8 +223,8 @@ def test_bytes_of_the_released_model() -> None:
     plain = CacheLayout(config, precision, 3, 3)
     drafting = CacheLayout(config, precision, 3, 3, has_draft=True)
     assert drafting.bytes_per_block == plain.bytes_per_block
-    # Three rings, and five drafts with their probabilities and bfloat16 logits.
-    added = 3 * 134 * 528 + 5 * (4 + 4 + 2 * 129280)
+    # Three rings, five drafts with their probabilities and bfloat16 logits, and a length.
+    added = 3 * 134 * 528 + 5 * (4 + 4 + 2 * 129280) + 4
     assert drafting.bytes_per_slot - plain.bytes_per_slot == added
 
 
