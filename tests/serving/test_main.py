@@ -268,7 +268,9 @@ def test_signal_drains_and_exits_0(number: signal.Signals) -> None:
         assert httpx.get(server.url.replace("/v1", "/ready")).status_code == 503
         reader.join(20)
         assert server.process.wait(10) == 0
-        assert pieces[-2] == "data: [DONE]" and sum("text" in piece for piece in pieces) >= 60
+        # Tokens of two steps may share an event; that all 60 came shows in how the stream ended.
+        assert pieces[-2] == "data: [DONE]"
+        assert any('"finish_reason":"length"' in piece for piece in pieces), pieces[-4:]
         out, err = server.process.communicate()
         assert "Stopping" in out and not err
 
