@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from serving.cluster import make_engine
-from serving.config import ServingConfig, load_config
+from serving.config import COUNT_MAX, ServingConfig, load_config
 from serving.core.grammar import Grammar
 from serving.core.request import (
     FinishReason,
@@ -49,7 +49,7 @@ _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _CHAT_KEYS = ("thinking", "reasoning_effort", "tools")
 _SAMPLING_KEYS = tuple(SamplingParams.__dataclass_fields__)
 _GUIDE_KEYS = tuple(f"guided_{name}" for name in fields.GUIDES)
-_WAITING_MAX = 2**31 - 1
+_WAITING_MAX = COUNT_MAX
 """Offline every prompt may wait: the caller holds all of them in memory anyway."""
 
 
