@@ -13,7 +13,7 @@ import numpy as np
 from serving.core.buckets import Bucket, StepKind
 from serving.core.controls import ANY_TOKEN, NO_BIAS, CountEdits, StepControls
 from serving.core.request import LOGIT_BIASES_MAX
-from serving.engine.packing import ArrayPlace
+from serving.engine.packing import ArrayPlace, places_of
 
 
 @cache
@@ -31,12 +31,7 @@ def layout(bucket: Bucket) -> dict[str, ArrayPlace]:
         "bias_tokens": (biases, np.int32),
         "bias_values": (biases, np.float32),
     }
-    places: dict[str, ArrayPlace] = {}
-    offset = 0
-    for name, (shape, dtype) in arrays.items():
-        places[name] = ArrayPlace(offset, shape, np.dtype(dtype))
-        offset += prod(shape)
-    return places
+    return places_of(arrays)
 
 
 def settings_size(bucket: Bucket) -> int:

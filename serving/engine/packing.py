@@ -80,6 +80,11 @@ def layout(bucket: Bucket) -> dict[str, ArrayPlace]:
         "seed_high": (rows, np.uint32),
         "block_tables": ((bucket.num_rows, bucket.num_blocks), np.int32),
     }
+    return places_of(arrays)
+
+
+def places_of(arrays: dict[str, tuple[tuple[int, ...], type]]) -> dict[str, ArrayPlace]:
+    """Places of arrays, given as shape and 4-byte type, one after another in a buffer."""
     places: dict[str, ArrayPlace] = {}
     offset = 0
     for name, (shape, dtype) in arrays.items():
