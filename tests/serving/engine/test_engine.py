@@ -390,7 +390,7 @@ def test_decode_takes_turns_when_no_bucket_holds_all() -> None:
         ((1, -1), SamplingParams(), "prompt", ["token 1", "-1", "0 to 22"]),
         ((1,) * 64, SamplingParams(), "prompt", ["64 tokens", "at most 63"]),
         ((1,) * 40, SamplingParams(), "prompt", ["40 tokens", "at most 39", "10 blocks of 4"]),
-        ((1,), SamplingParams(stop_token_ids=(2**40,)), "stop_token_ids", ["token 0"]),
+        ((1,), SamplingParams(stop_token_ids=(2**31 - 1,)), "stop_token_ids", ["token 0"]),
     ],
 )
 def test_a_request_that_can_never_be_served_is_refused(
