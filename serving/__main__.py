@@ -8,6 +8,7 @@ a model without loading it. What is wrong with the input is one line on stderr a
 import argparse
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -187,11 +188,22 @@ def _serve(config: ServingConfig) -> int:
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    """A socket that nobody else can listen in place of, though it does not listen yet.
+
+    Two sockets may bind one port if both may reuse the address, so that is asked for only where
+    connections of an earlier server are still being closed; then the socket listens at once.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen()
     except OSError as error:
         listener.close()
         raise ConfigError(_listen_problem(host, port, error)) from None
@@ -262,12 +274,7 @@ async def _serve_app(
     )
     server = Server(options)
     with _stop_on_signal(server, gateway, config.server.drain_s):
-        try:
-            await server.serve(sockets=[listener])
-        except OSError as error:
-            # Another process bound the port as well and was first to listen.
-            host, port = config.server.host, config.server.port
-            raise ConfigError(_listen_problem(host, port, error)) from None
+        await server.serve(sockets=[listener])
 
 
 @contextlib.contextmanager

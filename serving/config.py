@@ -56,6 +56,7 @@ class ServerOptions:
 
     `drain_s`: how long running requests may take to finish after a stop signal.
     `body_bytes_max`: larger request bodies are refused.
+    `body_s`: how long a request body may take to arrive.
     `prompts_max`: prompts in one completions request.
     `backlog_tokens_max`: tokens that may wait for a slow reader before its request is aborted.
     """
@@ -64,12 +65,19 @@ class ServerOptions:
     port: int = 8000
     drain_s: float = 30.0
     body_bytes_max: int = 16 * 2**20
+    body_s: float = 60.0
     prompts_max: int = 64
     backlog_tokens_max: int = 4096
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0 picks a free one)")
         _check(0 <= self.drain_s <= SECONDS_MAX, "drain_s", self.drain_s, f"0 to {SECONDS_MAX:g}")
+        _check(
+            0 < self.body_s <= SECONDS_MAX,
+            "body_s",
+            self.body_s,
+            f"more than 0, to {SECONDS_MAX:g}",
+        )
         for name in ("body_bytes_max", "prompts_max", "backlog_tokens_max"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from serving.clock import Clock
 from serving.config import ServerOptions
 from serving.frontend import exposition
+from serving.frontend.body import BodyReader
 from serving.frontend.completions import CompletionCall
 from serving.frontend.errors import ApiError, unavailable
 from serving.frontend.gateway import Gateway, TokenStream
@@ -35,6 +35,9 @@ _LARGE_BODY_BYTES = 32 * 2**10
 
 _IMAGE_PART = b"image_url"
 """So are bodies that may hold an image: a small file can be a large picture."""
+
+CUT_OFF_S = 2.0
+"""How long a reader that was cut off may take to read on, to hear why."""
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -75,6 +78,8 @@ class _Service:
         self._gateway = gateway
         self._model = model
         self._options = options
+        self._bodies = BodyReader(options.body_bytes_max, options.body_s)
+        gateway.on_drain = self._bodies.drain
         self._clock = clock
         self._created = clock.unix_s()
 
@@ -114,7 +119,7 @@ class _Service:
         return Response(page, media_type=exposition.CONTENT_TYPE)
 
     async def _generate(self, request: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
-        raw = await _read_body(request, self._options.body_bytes_max)
+        raw = await self._bodies.read(request)
         if len(raw) < _LARGE_BODY_BYTES and _IMAGE_PART not in raw:
             call = parse(raw)
         else:
@@ -126,7 +131,8 @@ class _Service:
         if status is None:
             raise unavailable("The worker does not answer")
         if status.failure is not None:
-            raise unavailable(f"The engine has failed: {status.failure}")
+            # The reason is in the log alone: this page is open to everybody.
+            raise unavailable("The engine has failed; the log has more")
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -145,6 +151,7 @@ class _Answer(Response):
         super().__init__()
         self._call = call
         self._gateway = gateway
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = self._gateway.open(self._call.requests)
@@ -157,6 +164,8 @@ class _Answer(Response):
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await writing
+            if stream.cut_off is not None and self._has_begun:
+                await _end_cut_off(stream.cut_off, send)
         finally:
             stream.close()
 
@@ -187,6 +196,7 @@ class _Answer(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        self._has_begun = True
         try:
             opening = call.opening()
             if opening:
@@ -218,26 +228,17 @@ async def _events(call: Call, stream: TokenStream) -> AsyncIterator[bytes]:
         yield data
 
 
+async def _end_cut_off(error: ApiError, send: Send) -> None:
+    """Tells a reader that was cut off why, if it reads on soon."""
+    body = error_event(error) + DONE_EVENT
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CUT_OFF_S):
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
 async def _until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _read_body(request: HttpRequest, bytes_max: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    too_large = ApiError(413, f"The body is too large; expected at most {bytes_max} bytes")
-    if declared.isdigit() and int(declared) > bytes_max:
-        raise too_large
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > bytes_max:
-                raise too_large
-            parts.append(part)
-    except ClientDisconnect:
-        raise ApiError(400, "The client hung up before the body had arrived") from None
-    return b"".join(parts)
 
 
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

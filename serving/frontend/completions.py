@@ -223,6 +223,7 @@ def _prompts(body: dict[str, Any], model: ServedModel, prompts_max: int) -> list
 
 def _prompt(value: object, model: ServedModel, expected: str) -> tuple[int, ...]:
     if isinstance(value, str):
+        _check_room(model.codec.fewest_tokens(len(value)), model, "at least ")
         try:
             prompt = model.codec.encode_text(value)
         except ValueError as error:
@@ -243,16 +244,20 @@ def _prompt(value: object, model: ServedModel, expected: str) -> tuple[int, ...]
     return prompt
 
 
-def _max_tokens(body: dict[str, Any], num_prompt_tokens: int, model: ServedModel) -> int:
-    """The limit of generated tokens, checked against the room that the prompt leaves."""
-    left = model.context_max - num_prompt_tokens
-    if left < 1:
+def _check_room(num_prompt_tokens: int, model: ServedModel, how_sure: str = "") -> None:
+    if num_prompt_tokens >= model.context_max:
         raise bad_request(
-            f"The prompt has {num_prompt_tokens} tokens; the context of {model.context_max} needs "
-            "room for one more",
+            f"The prompt has {how_sure}{num_prompt_tokens} tokens; the context of "
+            f"{model.context_max} needs room for one more",
             "prompt",
             "context_length_exceeded",
         )
+
+
+def _max_tokens(body: dict[str, Any], num_prompt_tokens: int, model: ServedModel) -> int:
+    """The limit of generated tokens, checked against the room that the prompt leaves."""
+    _check_room(num_prompt_tokens, model)
+    left = model.context_max - num_prompt_tokens
     wanted = fields.integer(body, "max_tokens")
     if wanted is None:
         return min(DEFAULT_MAX_TOKENS, left)

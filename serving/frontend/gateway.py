@@ -7,6 +7,7 @@ is bounded: a reader that falls too far behind is cut off and its requests are a
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from serving.nodes import messages
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import NodeId, Outbox
 from serving.observe import ServiceMetrics
+
+_log = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT_S = 10.0
 STATUS_TIMEOUT_S = 1.0
@@ -37,7 +40,10 @@ class Update:
 
 
 class TokenStream:
-    """The answers to the requests of one HTTP call. Made by `Gateway.open`."""
+    """The answers to the requests of one HTTP call. Made by `Gateway.open`.
+
+    `cut_off` is the error of a reader that fell too far behind; `on_cut_off` is called then.
+    """
 
     def __init__(self, gateway: "Gateway", requests: Sequence[Request]) -> None:
         self._gateway = gateway
@@ -47,7 +53,8 @@ class TokenStream:
         self._num_admitted = 0
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.on_cut_off: Callable[[], object] | None = None
+        self.on_cut_off: Callable[[], object] = lambda: None
+        self.cut_off: ApiError | None = None
 
     async def admitted(self) -> None:
         """Waits until every request is queued.
@@ -142,6 +149,7 @@ class Gateway:
     Args:
         worker: where requests go.
         flush: performs this node's effects; called after every call that is no message.
+        on_drain: called when draining begins.
         backlog_tokens_max: tokens that may wait for one reader.
     """
 
@@ -158,6 +166,7 @@ class Gateway:
         self.metrics = metrics
         self.flush: Callable[[NodeId], None] = lambda _: None
         self.is_draining = False
+        self.on_drain: Callable[[], object] = lambda: None
         self._worker = worker
         self._clock = clock
         self._backlog_tokens_max = backlog_tokens_max
@@ -209,6 +218,7 @@ class Gateway:
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests and waits for those under way; ends the rest at the limit."""
         self.is_draining = True
+        self.on_drain()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -237,7 +247,11 @@ class Gateway:
             case messages.Failed(request_id, detail):
                 entry = self._forget(request_id, FinishReason.ERROR.value)
                 if entry is not None:
-                    entry.stream.fail(ApiError(500, f"The engine failed: {detail}"))
+                    # What broke is for the operator: it may speak of other people's requests.
+                    _log.error("request %s ended by a fault: %s", request_id, detail)
+                    entry.stream.fail(
+                        ApiError(500, f"The engine failed; the log has more under {request_id}")
+                    )
             case messages.WorkerStatus(query_id):
                 future = self._queries.get(query_id)
                 if future is not None and not future.done():
@@ -261,12 +275,11 @@ class Gateway:
             entry.stream.fail(bad_request(delta.error or "The request failed", param))
             return
         if not entry.stream.put(entry.index, delta, self._backlog_tokens_max):
-            entry.stream.fail(
-                ApiError(500, f"More than {self._backlog_tokens_max} tokens waited for the reader")
-            )
+            limit = self._backlog_tokens_max
+            entry.stream.cut_off = ApiError(500, f"More than {limit} tokens waited for the reader")
+            entry.stream.fail(entry.stream.cut_off)
             entry.stream.close()
-            if entry.stream.on_cut_off is not None:
-                entry.stream.on_cut_off()
+            entry.stream.on_cut_off()
 
     def _measure(self, entry: _Open, delta: TokenDelta, now_ns: int) -> None:
         metrics = self.metrics
@@ -300,4 +313,5 @@ def _error_of_refusal(reason: RefusalReason, detail: str, param: str | None) -> 
         case RefusalReason.BUSY:
             return ApiError(429, detail, code="queue_full", retry_after_s=1)
         case RefusalReason.UNAVAILABLE:
-            return unavailable(detail)
+            _log.warning("a request was refused: %s", detail)
+            return unavailable("The engine has failed; the log has more")

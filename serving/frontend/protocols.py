@@ -324,13 +324,19 @@ def _convert(
     request = recipe.ChatCompletionRequest(raw if renamed is body else renamed)
     converted = request.convert(options)
     conversation = converted.conversation
+    num_chars = sum(len(message.content) for message in conversation.messages)
+    _check_room(model.codec.fewest_tokens(num_chars), model, "at least ")
     prompt = model.images.encode(conversation, model.codec)
     num_tokens = len(prompt.token_ids)
+    _check_room(num_tokens, model)
+    return converted, prompt, converted.resolve_max_tokens(num_tokens, model.context_max)
+
+
+def _check_room(num_tokens: int, model: ServedModel, how_sure: str = "") -> None:
     if num_tokens >= model.context_max:
         raise bad_request(
-            f"The messages have {num_tokens} tokens; the context of {model.context_max} needs "
-            "room for one more",
+            f"The messages have {how_sure}{num_tokens} tokens; the context of "
+            f"{model.context_max} needs room for one more",
             "messages",
             "context_length_exceeded",
         )
-    return converted, prompt, converted.resolve_max_tokens(num_tokens, model.context_max)

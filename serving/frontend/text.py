@@ -29,10 +29,12 @@ class TextCodec:
         tokenizer: recipe.Tokenizer,
         bos_token: str | None = None,
         image_token: str | None = None,
+        token_chars_max: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.special_tokens = recipe.SpecialTokens(image=image_token)
         self._bos_token = bos_token
+        self._token_chars_max = token_chars_max
         encoding = recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
         self._encoding = encoding.with_special_tokens(self.special_tokens)
         self._newline = tokenizer.encode("\n")
@@ -51,7 +53,9 @@ class TextCodec:
             tokenizer = recipe.Tokenizer.from_file(str(path))
         except RuntimeError as error:
             raise ConfigError(f"{path}: not a tokenizer: {error}") from None
-        return cls(tokenizer, _bos_of(model_dir / "tokenizer_config.json"))
+        longest = _longest_token(json.loads(path.read_text(encoding="utf-8")))
+        bos_token = _bos_of(model_dir / "tokenizer_config.json")
+        return cls(tokenizer, bos_token, token_chars_max=longest)
 
     def with_image_token(self, token_id: int) -> "TextCodec":
         """A codec whose chats may hold images; each is the one token `token_id` in the prompt.
@@ -60,13 +64,20 @@ class TextCodec:
             ConfigError: the tokenizer has no special token of that id.
         """
         spelling = self.decode([token_id])
-        codec = TextCodec(self.tokenizer, self._bos_token, spelling)
+        codec = TextCodec(self.tokenizer, self._bos_token, spelling, self._token_chars_max)
         if spelling and codec._knows_image(token_id, spelling):
             return codec
         raise ConfigError(
             f"tokenizer.json: id {token_id} is {spelling!r}; expected a special token there, "
             "because config.json says that this id stands for images"
         )
+
+    def fewest_tokens(self, num_chars: int) -> int:
+        """A lower bound of the tokens in so many characters, known without encoding them.
+
+        0 where the tokenizer gives no bound.
+        """
+        return 0 if self._token_chars_max is None else -(-num_chars // self._token_chars_max)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """A raw prompt; special tokens spelled in it count as such, as completions need it.
@@ -148,6 +159,20 @@ def _content(chunks: Sequence[Any]) -> str:
         delta = json.loads(chunk.to_json())["choices"][0]["delta"]
         text += delta.get("content") or ""
     return text
+
+
+def _longest_token(tokenizer: dict[str, Any]) -> int | None:
+    """The most characters of text that one token can stand for, None where nothing bounds them.
+
+    A byte-level vocabulary spells each byte as one character, and no character of text has less
+    than one byte. A normaliser could take any number of characters out, so then there is no bound.
+    """
+    normalizer = tokenizer.get("normalizer") or {"normalizers": []}
+    decoder = tokenizer.get("decoder") or {}
+    if normalizer.get("normalizers") != [] or decoder.get("type") != "ByteLevel":
+        return None
+    added = [token["content"] for token in tokenizer.get("added_tokens", ())]
+    return max((len(token) for token in [*tokenizer["model"]["vocab"], *added]), default=None)
 
 
 def _bos_of(path: Path) -> str | None:

@@ -45,6 +45,7 @@ def test_model_directory_and_name() -> None:
         ("server.prot=1", "unknown key"),
         ("server.drain_s=-1", "drain_s: received -1"),
         ("server.body_bytes_max=0", "body_bytes_max: received 0; expected at least 1"),
+        ("server.body_s=0", "body_s: received 0"),
         ("server.prompts_max=0", "prompts_max"),
         ("server.backlog_tokens_max=0", "backlog_tokens_max"),
         ("engine.max_context=0", "max_context"),

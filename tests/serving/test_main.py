@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 import serving.__main__ as command_line
+from sharding.config_file import ConfigError
 from tests.serving.running_service import MODEL_DIR
 
 ROOT = Path(__file__).parents[2]
@@ -58,19 +59,24 @@ def test_port_in_use(taken_port: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_two_servers_that_start_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    # Both can bind while neither listens; the second one then fails when it begins to.
-    code = (
-        "import asyncio, socket, sys; import serving.__main__ as m\n"
-        "from serving.config import ServingConfig\n"
-        "from sharding.config_file import ConfigError\n"
-        "first = m._bind('127.0.0.1', 0); port = first.getsockname()[1]\n"
-        "second = m._bind('127.0.0.1', port); first.listen()\n"
-        "class Gateway: pass\n"
-        "try: asyncio.run(m._serve_app(None, Gateway(), ServingConfig(), second))\n"
-        "except ConfigError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "in use" in done.stdout and not done.stderr, done
+    # The first one does not listen yet: it is loading its model.
+    with command_line._bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        assert "in use" in run_main(["--port", str(port), "--model", "/no/where"], capsys)
+
+
+def test_port_whose_connections_are_still_being_closed() -> None:
+    with command_line._bind("127.0.0.1", 0) as earlier:
+        earlier.listen()
+        port = earlier.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            served, _ = earlier.accept()
+            served.close()  # Closed here first, so the connection stays in TIME_WAIT.
+            assert client.recv(1) == b""
+    with command_line._bind("127.0.0.1", port) as again:
+        assert again.getsockname()[1] == port
+        with pytest.raises(ConfigError, match="in use"):
+            command_line._bind("127.0.0.1", port)
 
 
 def test_bad_address(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,6 +291,25 @@ def test_drain_has_a_limit() -> None:
         assert server.process.wait(10) == 0
         reader.join(10)
         assert "event: error" in pieces and pieces[-2] == "data: [DONE]"
+
+
+def test_half_sent_requests_do_not_hold_the_shutdown_up() -> None:
+    with Server() as server:
+        host, port = server.url.removeprefix("http://").removesuffix("/v1").split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n{"
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as body_missing,
+            socket.create_connection((host, int(port)), timeout=10) as head_missing,
+        ):
+            body_missing.sendall(head)
+            head_missing.sendall(head[:30])
+            assert httpx.get(server.url.replace("/v1", "/health")).status_code == 200
+            server.process.terminate()
+            assert b" 503 " in body_missing.recv(100)
+            assert head_missing.recv(100) == b""
+            assert server.process.wait(10) == 0
+        out, err = server.process.communicate()
+        assert "Stopping" in out and not err
 
 
 def test_second_signal_ends_at_once() -> None:

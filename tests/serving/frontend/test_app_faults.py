@@ -16,11 +16,13 @@ import httpx
 import openai
 import pytest
 
+import serving.frontend.app as app_module
 from serving.config import ServerOptions
 from serving.core.request import TokenDelta
 from serving.frontend.app import make_app
 from serving.frontend.gateway import Gateway
 from serving.frontend.protocols import ServedModel
+from serving.frontend.text import TextCodec
 from serving.nodes import messages
 from serving.nodes.node import NodeId, Send
 from serving.observe import ServiceMetrics
@@ -62,6 +64,35 @@ def test_body_over_the_limit_is_refused() -> None:
         assert post(running.url, chat()).status_code == 200
 
 
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object) -> object:
+        raise AssertionError("encoded")
+
+    # The longest of its tokens stands for 21 characters, and 512 tokens are the context.
+    text = "x" * (511 * 21 + 1)
+    monkeypatch.setattr(TextCodec, "encode_text", encode)
+    monkeypatch.setattr(TextCodec, "encode_chat", encode)
+    answers = [
+        post(service.url, completion(prompt=text), "completions"),
+        post(service.url, chat(messages=[{"role": "user", "content": text}])),
+    ]
+    for answer in answers:
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
+        assert "at least 512 tokens" in error["message"]
+
+
+def test_body_that_comes_too_slowly_is_refused() -> None:
+    with RunningService(ScriptedExecutor(letter_at), {"server.body_s": 0.1}) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+            connection.sendall(head)
+            assert b" 408 " in connection.recv(100)
+
+
 def test_full_queue_is_a_429_with_retry_after() -> None:
     gate = threading.Event()
     options = {"engine.waiting_max": 1, "engine.decode_rows": [1], "engine.prefill_rows": 1}
@@ -95,7 +126,9 @@ def test_hanging_up_frees_the_blocks(service: RunningService, stream: bool) -> N
     assert metric(service.url, aborts) == before + 1
 
 
-def test_slow_reader_is_cut_off() -> None:
+@pytest.mark.parametrize("reads_on", [False, True])
+def test_slow_reader_is_cut_off(reads_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "CUT_OFF_S", 5.0 if reads_on else 0.05)
     worker = NodeId("mesh_worker", "0")
     gateway = Gateway(NodeId("frontend", "0"), worker, SystemClock(), ServiceMetrics(), 10)
     model = ServedModel("tiny-v41", CODEC, 320, 512, 1)
@@ -107,9 +140,12 @@ def test_slow_reader_is_cut_off() -> None:
     async def receive() -> Any:
         return incoming.pop() if incoming else await asyncio.Future()
 
+    reading, received = asyncio.Event(), []
+
     async def send(message: Any) -> None:
         if message.get("body"):
-            await asyncio.Future()  # The reader takes the headers and nothing more.
+            await reading.wait()  # The reader takes the headers and nothing more.
+            received.append(message)
 
     async def run() -> None:
         answer = asyncio.create_task(app(scope, receive, send))
@@ -124,9 +160,16 @@ def test_slow_reader_is_cut_off() -> None:
             gateway.on_message(worker, messages.Tokens((delta,)))
             await asyncio.sleep(0.01)
         assert gateway.outbox.take() == [Send(worker, messages.Abort(request_id))]
+        if reads_on:
+            reading.set()
         await asyncio.wait_for(answer, 5)
 
     asyncio.run(run())
+    assert len(received) == reads_on
+    for message in received:
+        assert not message["more_body"]
+        error, done = events_of(message["body"].decode())
+        assert "10 tokens waited" in error and done == "[DONE]"
 
 
 def test_failing_step_ends_streams_with_an_error_and_health_with_503() -> None:
@@ -137,13 +180,18 @@ def test_failing_step_ends_streams_with_an_error_and_health_with_503() -> None:
         assert "event: error\n" in response.text
         assert events[-1] == "[DONE]"
         error = json.loads(events[-2])["error"]
-        assert error["type"] == "server_error" and "the device is on fire" in error["message"]
+        assert (
+            error["type"] == "server_error" and "the log has more under cmpl-" in error["message"]
+        )
+        assert "the device is on fire" not in response.text
         for path in ("health", "ready"):
             answer = httpx.get(f"{running.url}/{path}")
             assert answer.status_code == 503
-            assert "the device is on fire" in answer.json()["error"]["message"]
+            assert "the log has more" in answer.json()["error"]["message"]
+            assert "the device is on fire" not in answer.text
         refused = post(running.url, completion(), "completions")
         assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert "the device is on fire" not in refused.text
         assert metric(running.url, "deepinfer_engine_up") == 0
 
 
@@ -151,11 +199,11 @@ def test_failing_step_is_a_500_for_whole_answers_and_an_exception_for_clients() 
     with RunningService(ScriptedExecutor(letter_at, failing_step=5)) as running:
         response = post(running.url, completion(max_tokens=100), "completions")
         assert response.status_code == 500
-        assert "the device is on fire" in response.json()["error"]["message"]
+        assert "the log has more under cmpl-" in response.json()["error"]["message"]
     with (
         RunningService(ScriptedExecutor(letter_at, failing_step=5)) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client,
-        pytest.raises(openai.APIError, match="the device is on fire"),
+        pytest.raises(openai.APIError, match="the log has more under cmpl-"),
     ):
         for _ in client.completions.create(
             model="tiny-v41", prompt="x", max_tokens=100, stream=True
@@ -169,7 +217,7 @@ def test_step_that_never_returns_is_noticed() -> None:
     with RunningService(ScriptedExecutor(letter_at, gate=gate), options) as running:
         response = post(running.url, completion(), "completions")
         assert response.status_code == 500
-        assert "did not finish within 0.2 s" in response.json()["error"]["message"]
+        assert "the log has more under cmpl-" in response.json()["error"]["message"]
         assert httpx.get(f"{running.url}/health").status_code == 503
         gate.set()
 

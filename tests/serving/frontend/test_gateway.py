@@ -107,19 +107,19 @@ def test_admission_waits_for_every_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "status"),
+    ("reason", "status", "shown"),
     [
-        (RefusalReason.INVALID, 400),
-        (RefusalReason.BUSY, 429),
-        (RefusalReason.UNAVAILABLE, 503),
+        (RefusalReason.INVALID, 400, "because"),
+        (RefusalReason.BUSY, 429, "because"),
+        (RefusalReason.UNAVAILABLE, 503, "the log has more"),
     ],
 )
-def test_refusals_become_status_codes(reason: RefusalReason, status: int) -> None:
+def test_refusals_become_status_codes(reason: RefusalReason, status: int, shown: str) -> None:
     async def test() -> None:
         gateway, _ = make_gateway()
         stream = gateway.open([request("a")])
         gateway.on_message(WORKER, messages.Refused("a", reason, "because", "prompt"))
-        with pytest.raises(ApiError, match="because") as caught:
+        with pytest.raises(ApiError, match=shown) as caught:
             await stream.admitted()
         assert caught.value.status == status
         assert gateway.metrics.num_refused == 1 and gateway.metrics.num_requests == 0
@@ -142,7 +142,7 @@ def test_worker_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPa
     run(test())
 
 
-def test_failure_comes_after_the_tokens_before_it() -> None:
+def test_failure_comes_after_the_tokens_before_it(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         gateway, _ = make_gateway()
         stream = opened(gateway, "a")
@@ -150,8 +150,9 @@ def test_failure_comes_after_the_tokens_before_it() -> None:
         gateway.on_message(WORKER, messages.Failed("a", "lost"))
         assert await stream.next() == [Update(0, [5], None, 2)]
         for _ in range(2):
-            with pytest.raises(ApiError, match="lost"):
+            with pytest.raises(ApiError, match="the log has more under a$"):
                 await stream.next()
+        assert "request a ended by a fault: lost" in caplog.text
         assert gateway.metrics.num_finished == {"error": 1}
 
     run(test())

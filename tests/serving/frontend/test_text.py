@@ -7,6 +7,7 @@ including ones that are no valid UTF-8 and special tokens.
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import deepseek_recipe as recipe
 import pytest
@@ -14,13 +15,32 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.frontend.text import PlainDecoder, TextCodec
+from serving.frontend.text import PlainDecoder, TextCodec, _longest_token
 from sharding.config_file import ConfigError
 from tests.serving.running_service import MODEL_DIR
 
 CODEC = TextCodec.load(MODEL_DIR)
 REFERENCE = tokenizers.Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
 BOS = "<｜begin▁of▁sentence｜>"
+
+
+def test_fewest_tokens_is_a_bound_that_holds() -> None:
+    codec = TextCodec.load(MODEL_DIR)
+    for text in ("", "x", "hello world " * 9, "é" * 40, "<｜begin▁of▁sentence｜>" * 3):
+        assert codec.fewest_tokens(len(text)) <= len(codec.encode_text(text))
+    assert codec.fewest_tokens(21 * 4) == 4 and codec.fewest_tokens(21 * 4 + 1) == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"normalizer": {"type": "NFC"}}, {"decoder": None}, {"decoder": {"type": "Metaspace"}}],
+)
+def test_no_bound_where_a_token_may_stand_for_any_text(change: dict[str, Any]) -> None:
+    table = {"model": {"vocab": {"abc": 0}}, "added_tokens": [{"content": "<long>"}]}
+    whole = table | {"normalizer": None, "decoder": {"type": "ByteLevel"}}
+    assert _longest_token(whole) == 6
+    assert _longest_token(whole | {"normalizer": {"type": "Sequence", "normalizers": []}}) == 6
+    assert _longest_token(whole | change) is None
 
 
 @given(st.lists(st.integers(0, 319), max_size=40))
