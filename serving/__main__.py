@@ -203,11 +203,17 @@ def _bind(host: str, port: int) -> socket.socket:
                 raise
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
-            listener.listen()
+            _listen(listener)
     except OSError as error:
         listener.close()
         raise ConfigError(_listen_problem(host, port, error)) from None
     return listener
+
+
+def _listen(listener: socket.socket) -> None:
+    """Connections made from now on do not keep the next server from binding the port."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.listen()
 
 
 def _listen_problem(host: str, port: int, error: OSError) -> str:
@@ -274,6 +280,7 @@ async def _serve_app(
     )
     server = Server(options)
     with _stop_on_signal(server, gateway, config.server.drain_s):
+        _listen(listener)
         await server.serve(sockets=[listener])
 
 

@@ -67,7 +67,7 @@ def test_two_servers_that_start_at_once(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_port_whose_connections_are_still_being_closed() -> None:
     with command_line._bind("127.0.0.1", 0) as earlier:
-        earlier.listen()
+        command_line._listen(earlier)
         port = earlier.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             served, _ = earlier.accept()
