@@ -12,6 +12,10 @@ A chunk also ends where the state of the sequence is to be kept for others (`cor
 
 An image is computed whole: no chunk ends inside one. So that it cannot wait for ever, the oldest
 prompt may exceed its half by the image it has come to.
+
+With a `PrefillBudget` a step is also kept within a predicted time, which bounds how long the tokens
+of others wait for it. The halves are halves of the time then, so that a long context, whose tokens
+cost more, gets fewer of them.
 """
 
 from collections import OrderedDict
@@ -20,7 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving.core.buckets import BucketTable, StepKind
+from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.cost import PrefillCost, num_pairs
 from serving.core.image_layout import next_stop, whole_images_end
 from serving.core.request import RequestImage
 from serving.core.running_table import RunningTable
@@ -124,20 +129,47 @@ class _Chunk:
         return max(whole_images_end(self.images, self.start + num_tokens) - self.start, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillBudget:
+    """The time that a prefill step may take, as `cost` predicts it.
+
+    Padding counts like tokens. The smallest compiled step that reaches the context of the oldest
+    prompt may always be filled, and an image that it has come to always be computed, so that
+    prompts advance.
+
+    Raises:
+        ValueError: the time is not above 0.
+    """
+
+    time_ms: float
+    cost: PrefillCost
+
+    def __post_init__(self) -> None:
+        if not self.time_ms > 0:
+            raise ValueError(f"time_ms is {self.time_ms}; expected more than 0")
+
+
 class _ChunkBatch:
     """Counts the chunks of one step, always such that some bucket holds them."""
 
-    def __init__(self, buckets: BucketTable, block_size: int) -> None:
+    def __init__(
+        self, buckets: BucketTable, block_size: int, budget: PrefillBudget | None = None
+    ) -> None:
         self._buckets = buckets.of(StepKind.PREFILL)
         self._block_size = block_size
+        self._budget = budget
         self.num_tokens = 0
+        self._num_pairs = 0.0
         self._num_rows = 0
         self._num_blocks = 1
+        # Tokens that are always in time.
+        self._num_granted = 0
 
-    def extend(self, chunk: _Chunk, num_tokens_max: int) -> None:
+    def extend(self, chunk: _Chunk, num_tokens_max: int, num_least: int = 0) -> None:
         """Add up to `num_tokens_max` more of the chunk's remaining tokens.
 
-        Fewer, if buckets do not allow as many, or so as not to cut an image.
+        Fewer, if buckets do not allow as many, or so as not to cut an image, or to keep within the
+        time, which the first `num_least` tokens need not.
         """
         num_rows = self._num_rows + (chunk.num_tokens == 0)
         stop = chunk.start + chunk.num_tokens
@@ -147,18 +179,35 @@ class _ChunkBatch:
             if bucket.num_rows >= num_rows and bucket.num_blocks >= self._num_blocks:
                 room = bucket.num_tokens - self.num_tokens
                 reach = bucket.num_blocks * self._block_size - stop
-                num_added = max(num_added, min(num_wanted, room, reach))
+                num_fitting = min(num_wanted, room, reach)
+                if num_fitting > 0 and not self._num_granted:
+                    self._num_granted = bucket.num_tokens
+                in_time = max(self._num_in_time(bucket, stop, num_fitting), num_least)
+                num_added = max(num_added, min(num_fitting, in_time))
         num_added = chunk.whole(chunk.num_tokens + num_added) - chunk.num_tokens
         if num_added <= 0:
             return
         self._num_rows = num_rows
+        self._num_pairs += num_pairs(num_added, stop)
         chunk.num_tokens += num_added
         self.num_tokens += num_added
         self._num_blocks = max(self._num_blocks, -(-(stop + num_added) // self._block_size))
 
+    def _num_in_time(self, bucket: Bucket, start: int, num_tokens: int) -> int:
+        """How many tokens from `start` on, up to `num_tokens`, the bucket leaves time for."""
+        if self._budget is None or bucket.num_tokens <= self._num_granted:
+            return num_tokens
+        cost = self._budget.cost
+        spent_ms = cost.base_ms + cost.token_ms * bucket.num_tokens + cost.pair_ms * self._num_pairs
+        rest_ms = self._budget.time_ms - spent_ms
+        return cost.num_tokens_within(rest_ms, start, num_tokens, is_padding=True)
+
 
 def choose_chunks(
-    table: RunningTable, buckets: BucketTable, shortest_first: bool
+    table: RunningTable,
+    buckets: BucketTable,
+    shortest_first: bool,
+    budget: PrefillBudget | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the next prefill step and their token counts, with blocks claimed for them.
 
@@ -166,15 +215,16 @@ def choose_chunks(
         table: may lose sequences by preemption.
         shortest_first: for buckets with a single row, where prompts cannot share a step: whether
             this step goes to the shortest rest rather than to the oldest prompt. Alternate it.
+        budget: the time that the step may take; None for as long as its buckets take.
 
     Returns:
         ([N] rows, [N] int32 tokens of each), oldest sequence first; empty if nothing can run.
     """
     by_age = _backed_chunks(table)
-    batch = _ChunkBatch(buckets, table.block_size)
+    batch = _ChunkBatch(buckets, table.block_size, budget)
     largest = buckets.largest(StepKind.PREFILL)
     if largest.num_rows > 1 or not shortest_first:
-        _fill_by_age(batch, by_age, largest.num_rows, largest.num_tokens)
+        _fill_by_age(batch, by_age, largest, budget)
     for chunk in sorted(by_age, key=lambda chunk: chunk.num_remaining):
         batch.extend(chunk, largest.num_tokens)
     # The list by age again: older chunks get their blocks first.
@@ -215,11 +265,20 @@ def _backed_chunks(table: RunningTable) -> list[_Chunk]:
     return backed
 
 
-def _fill_by_age(batch: _ChunkBatch, by_age: list[_Chunk], num_rows: int, num_tokens: int) -> None:
-    """Give the first half of the tokens in order of age, leaving a row for the other half."""
-    budget = -(-num_tokens // 2)
-    for chunk in by_age[: max(num_rows - 1, 1)]:
-        if batch.num_tokens >= budget:
-            return
+def _fill_by_age(
+    batch: _ChunkBatch, by_age: list[_Chunk], largest: Bucket, budget: PrefillBudget | None
+) -> None:
+    """Give the first half of the step in order of age, leaving a row for the other half."""
+    num_tokens_max = -(-largest.num_tokens // 2)
+    rest_ms = 0.0 if budget is None else (budget.time_ms - budget.cost.base_ms) / 2
+    for chunk in by_age[: max(largest.num_rows - 1, 1)]:
+        room = num_tokens_max - batch.num_tokens
+        if budget is not None:
+            room = budget.cost.num_tokens_within(rest_ms, chunk.start, room)
+        # So that the oldest advances whatever it costs.
         num_least = 0 if batch.num_tokens else chunk.num_least
-        batch.extend(chunk, max(budget - batch.num_tokens, num_least))
+        if max(room, num_least) <= 0:
+            return
+        batch.extend(chunk, max(room, num_least), num_least)
+        if budget is not None:
+            rest_ms -= budget.cost.chunk_ms(chunk.num_tokens, chunk.start)

@@ -31,7 +31,7 @@ from serving.core.admission import EngineLimits, check_limits, check_request, le
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import controls_of
 from serving.core.grammar import Grammar
-from serving.core.prefill_scheduler import WaitingQueue
+from serving.core.prefill_scheduler import PrefillBudget, WaitingQueue
 from serving.core.prefix import root_key
 from serving.core.request import (
     FinishReason,
@@ -97,6 +97,7 @@ class Engine:
     Args:
         random_source: of the seeds of requests without one.
         step_ms: measured time of decode buckets, which decides how many drafts are verified.
+        prefill_budget: the time that a prefill step may take; None for no limit.
 
     Raises:
         ValueError: limits that contradict each other or the buckets.
@@ -108,12 +109,14 @@ class Engine:
         buckets: BucketTable,
         random_source: random.Random,
         step_ms: Mapping[Bucket, float] | None = None,
+        prefill_budget: PrefillBudget | None = None,
     ) -> None:
         check_limits(limits, buckets)
         self.limits = limits
         self.buckets = buckets
         self._random = random_source
         self._step_ms = step_ms or {}
+        self._prefill_budget = prefill_budget
         self._num_verified = np.zeros(limits.num_drafts, np.int64)
         self._num_accepted = np.zeros(limits.num_drafts, np.int64)
         self._length_max = length_max(limits)
@@ -300,7 +303,9 @@ class Engine:
     def _plan_prefill(self) -> StepPlan | None:
         table = self._table
         shortest_first = self._num_prefill_steps % 2 == 1
-        rows, num_tokens = prefill_scheduler.choose_chunks(table, self.buckets, shortest_first)
+        rows, num_tokens = prefill_scheduler.choose_chunks(
+            table, self.buckets, shortest_first, self._prefill_budget
+        )
         self._requeue_preempted()
         if not len(rows):
             return None

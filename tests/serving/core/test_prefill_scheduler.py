@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.cost import PrefillCost
 from serving.core.prefill_scheduler import (
     OVERTAKES_MAX,
+    PrefillBudget,
     WaitingQueue,
     choose_chunks,
     start_waiting,
@@ -219,6 +221,97 @@ def test_every_choice_fits_a_bucket_and_its_blocks(
     assert (table.num_blocks[rows] * 4 >= num_tokens).all()
     need = int(table.blocks_for(num_tokens).max())
     assert buckets.smallest(StepKind.PREFILL, len(rows), int(num_tokens.sum()), need) is not None
+
+
+# --- time ------------------------------------------------------------------------
+
+SIZES = [Bucket(2, 2, 64), Bucket(4, 16, 64), Bucket(4, 32, 64)]
+LINEAR = PrefillCost(base_ms=4.0, token_ms=1.0, pair_ms=0.0)
+
+
+def shares_in(
+    time_ms: float, cost: PrefillCost, lengths: list[int], done: int = 0
+) -> dict[int, int]:
+    """Tokens for each sequence id, the first of which has `done` tokens behind it."""
+    table = make_table(lengths)
+    table.num_scheduled[1] = done
+    budget = PrefillBudget(time_ms, cost)
+    rows, num_tokens = choose_chunks(table, bucket_table(SIZES), False, budget)
+    return dict(zip(table.sequence_ids[rows].tolist(), num_tokens.tolist(), strict=True))
+
+
+def test_a_step_whose_padding_takes_too_long_is_not_taken() -> None:
+    assert shares_in(36.0, LINEAR, [200]) == {0: 32}
+    # 30 tokens would be in time, but the step that holds them computes 32.
+    assert shares_in(34.0, LINEAR, [200]) == {0: 16}
+    assert shares_in(19.9, LINEAR, [200]) == {0: 2}
+    # The smallest one is always taken.
+    assert shares_in(0.1, LINEAR, [200]) == {0: 2}
+
+
+def test_half_of_the_time_goes_to_the_oldest_and_half_to_the_shortest() -> None:
+    # 16 ms beside the base, 8 of them for the oldest.
+    assert shares_in(20.0, LINEAR, [200, 50]) == {0: 8, 1: 8}
+    # Behind 100 tokens each of the oldest costs 2 ms and a little more for itself.
+    steep = PrefillCost(base_ms=4.0, token_ms=1.0, pair_ms=0.01)
+    assert shares_in(20.0, LINEAR, [200, 50], done=100) == {0: 8, 1: 8}
+    # 16 tokens of padding leave 4 ms for pairs: 3 * 100 + 4.5, then 9 * 0 + 40.5.
+    assert shares_in(24.0, steep, [200, 50], done=100) == {0: 3, 1: 13}
+    assert shares_in(23.5, steep, [200, 50], done=100) == {0: 3, 1: 9}
+
+
+def test_long_contexts_get_shorter_chunks() -> None:
+    cost = PrefillCost(base_ms=0.0, token_ms=0.1, pair_ms=0.01)
+    sizes = [shares_in(9.0, cost, [250], done=done)[0] for done in (0, 20, 80, 180)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 2
+
+
+def test_the_smallest_step_that_reaches_the_context_is_always_taken() -> None:
+    sizes = [Bucket(1, 2, 2), Bucket(1, 8, 64), Bucket(1, 16, 64)]
+    table = make_table([200])
+    table.num_scheduled[1] = 100
+    _, counts = choose_chunks(table, bucket_table(sizes), False, PrefillBudget(0.1, LINEAR))
+    assert counts.tolist() == [8]
+
+
+def test_an_image_is_computed_whatever_it_costs() -> None:
+    table = make_table([])
+    sequence = make_sequence(0, 40)
+    image = RequestImage(0, 30, 1, 1, b"", np.zeros((1, 588), np.uint8))
+    sequence.request = replace(sequence.request, images=(image,))
+    table.enter(sequence)
+    _, counts = choose_chunks(table, bucket_table(SIZES), False, PrefillBudget(1.0, LINEAR))
+    assert counts.tolist() == [30]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=8),
+    done=st.lists(st.integers(0, 150), min_size=8, max_size=8),
+    time_ms=st.floats(0.1, 60),
+    pair_ms=st.floats(0, 0.1),
+)
+def test_steps_keep_within_their_time_and_never_stand_still(
+    lengths: list[int], done: list[int], time_ms: float, pair_ms: float
+) -> None:
+    cost = PrefillCost(1.0, 0.5, pair_ms)
+    table = make_table(lengths)
+    for row, (length, before) in enumerate(zip(lengths, done, strict=False), 1):
+        table.num_scheduled[row] = min(before, length - 1)
+    starts = table.num_scheduled.copy()
+    rows, counts = choose_chunks(table, bucket_table(SIZES), False, PrefillBudget(time_ms, cost))
+    assert counts.sum() >= 1
+    if counts.sum() > 2:
+        size = next(size.num_tokens for size in SIZES if size.num_tokens >= counts.sum())
+        pairs = sum(
+            n * starts[row] + n * n / 2 for row, n in zip(rows, counts.tolist(), strict=True)
+        )
+        assert 1.0 + 0.5 * size + pair_ms * pairs <= time_ms * (1 + 1e-9)
+
+
+def test_a_time_has_to_be_above_nothing() -> None:
+    with pytest.raises(ValueError, match="expected more than 0"):
+        PrefillBudget(0.0, LINEAR)
 
 
 # --- images ----------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_abort_at_every_moment_leaves_nothing_behind(victim: int, in_flight_max:
 def test_finish_reasons() -> None:
     checked = CheckedEngine(make_limits(context_max=32), BUCKETS)
     by_length = checked.admit(prompt_of(5), SamplingParams(max_tokens=3, ignore_eos=True))
-    by_context = checked.admit(prompt_of(20), SamplingParams(max_tokens=2**31, ignore_eos=True))
+    by_context = checked.admit(prompt_of(20), SamplingParams(max_tokens=2**31 - 1, ignore_eos=True))
     aborted = checked.admit(prompt_of(7), LONG)
     for _ in range(6):
         checked.step()
