@@ -12,8 +12,10 @@ from serving.clock import Clock, ns_of_s
 from serving.config import EngineOptions, ServingConfig
 from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.cost import PrefillCost
 from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
+from serving.core.prefill_scheduler import PrefillBudget
 from serving.engine.engine import Engine, EngineLimits, Executor
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import Node, NodeId
@@ -31,7 +33,8 @@ class ModelFacts:
     """The numbers of the model that serving depends on.
 
     `images` is None if it takes none. `num_drafts` tokens are drafted by its executor at a time,
-    and `step_ms` is the time of its decode steps, as far as they were measured.
+    and `step_ms` is the time of its decode steps, as far as they were measured. `prefill_cost` is
+    what its prefill steps cost; None if that was not measured.
     """
 
     vocab_size: int
@@ -40,6 +43,7 @@ class ModelFacts:
     images: ImageGeometry | None = None
     num_drafts: int = 0
     step_ms: Mapping[Bucket, float] = field(default_factory=dict[Bucket, float])
+    prefill_cost: PrefillCost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,15 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
         eos_token_id=facts.eos_token_id,
         waiting_max=options.waiting_max,
     )
-    return Engine(limits, capacity.buckets, random_source, facts.step_ms)
+    budget = None
+    if options.prefill_time_budget_ms:
+        if facts.prefill_cost is None:
+            raise ConfigError(
+                f"engine.prefill_time_budget_ms is {options.prefill_time_budget_ms:g}, but what "
+                "prefill steps cost is not known; expected 0, or an executor that was measured"
+            )
+        budget = PrefillBudget(options.prefill_time_budget_ms, facts.prefill_cost)
+    return Engine(limits, capacity.buckets, random_source, facts.step_ms, budget)
 
 
 def build(

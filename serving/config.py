@@ -90,6 +90,9 @@ class EngineOptions:
     `num_blocks`: KV blocks in the pool, the reserved one included.
     `prefill_tokens`: prompt tokens in one prefill step, ascending.
     `prefill_rows`: prompts that may share one prefill step.
+    `prefill_time_budget_ms`: how long one prefill step may take, as predicted from steps measured
+    at start-up; 0 is as long as the largest takes. It bounds how long running sequences wait for
+    their next token; the smallest step runs in any case.
     `decode_rows`: sequences in one decode step, ascending; the last is how many run at once.
     `prefix_snapshots`: places in computed prompts from which other requests can go on; 0 turns the
     reuse of prefixes off.
@@ -106,6 +109,7 @@ class EngineOptions:
     num_blocks: int = 513
     prefill_tokens: tuple[int, ...] = (64, 512)
     prefill_rows: int = 8
+    prefill_time_budget_ms: float = 0.0
     decode_rows: tuple[int, ...] = (1, 8, 32)
     prefix_snapshots: int = 64
     has_drafts: bool = False
@@ -130,6 +134,9 @@ class EngineOptions:
         snapshots = self.prefix_snapshots
         is_count = 0 <= snapshots <= COUNT_MAX
         _check(is_count, "prefix_snapshots", snapshots, f"0 to {COUNT_MAX}")
+        budget_ms = self.prefill_time_budget_ms
+        is_time = 0 <= budget_ms <= 1e3 * SECONDS_MAX
+        _check(is_time, "prefill_time_budget_ms", budget_ms, f"0 to {1e3 * SECONDS_MAX:g}")
         for name in ("step_timeout_s", "grammar_timeout_s"):
             seconds = getattr(self, name)
             _check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")

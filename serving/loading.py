@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from serving.cluster import Capacity, ModelFacts, plan_capacity
 from serving.config import ServingConfig
+from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import Bucket, StepKind
+from serving.core.cost import PrefillCost, fit_prefill_cost
 from serving.core.grammar import GrammarCompiler
+from serving.engine import step_costs, step_times
 from serving.engine.engine import Executor
-from serving.engine.step_costs import cost_file, read_costs, write_costs
 from serving.frontend.text import TextCodec
 from serving.transport.driver import SystemClock
 from sharding.config_file import ConfigError
@@ -89,7 +91,12 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
         eos_token_id=model_config.eos_token_id,
         images=executor.image_geometry,
         num_drafts=executor.num_drafts,
-        step_ms=_step_costs(executor, capacity, report) if executor.num_drafts else {},
+        step_ms=_decode_costs(executor, capacity, report) if executor.num_drafts else {},
+        prefill_cost=(
+            _prefill_cost(executor, capacity, report)
+            if config.engine.prefill_time_budget_ms
+            else None
+        ),
     )
     if facts.images is not None:
         codec = codec.with_image_token(facts.images.token_id)
@@ -107,20 +114,46 @@ def _grammars_of(directory: Path, facts: ModelFacts) -> GrammarCompiler | None:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _step_costs(
+def _decode_costs(
     executor: "JaxExecutor", capacity: Capacity, report: Report
 ) -> Mapping[Bucket, float]:
     """Times of decode steps: as measured at an earlier start, or else measured now."""
-    buckets = set(capacity.buckets.of(StepKind.DECODE))
-    directory = executor.cache_directory
-    path = None if directory is None else cost_file(directory, executor.identity)
-    known = None if path is None else read_costs(path, buckets)
+    buckets = capacity.buckets.of(StepKind.DECODE)
+    path = _cost_file(executor, "step-costs")
+    known = None if path is None else step_costs.read_costs(path, set(buckets))
     if known is not None:
         return known
     report("measuring decode steps")
-    measured = executor.decode_step_ms(SystemClock().now_ns)
+    measured = step_times.decode_step_ms(executor, buckets, SystemClock().now_ns)
     if path is not None:
         # Without the file they are measured again next time.
         with contextlib.suppress(OSError):
-            write_costs(path, measured)
+            step_costs.write_costs(path, measured)
     return measured
+
+
+def _prefill_cost(executor: "JaxExecutor", capacity: Capacity, report: Report) -> PrefillCost:
+    """What prefill steps cost, by times measured at an earlier start, or else now."""
+    buckets = capacity.buckets.of(StepKind.PREFILL)
+    places = step_times.prefill_places(buckets, BLOCK_SIZE)
+    path = _cost_file(executor, "prefill-costs")
+    counts = [counts for *_, counts in places]
+    samples = None if path is None else step_costs.read_samples(path, counts)
+    if samples is None:
+        report("measuring prefill steps")
+        now_ns = SystemClock().now_ns
+        samples = step_times.prefill_samples(executor, buckets, BLOCK_SIZE, now_ns)
+        if path is not None:
+            with contextlib.suppress(OSError):
+                step_costs.write_samples(path, samples)
+    cost = fit_prefill_cost(samples)
+    report(
+        f"prefill steps: {cost.base_ms:.3g} ms, {1e3 * cost.token_ms:.3g} us per token, "
+        f"{1e6 * cost.pair_ms:.3g} ns per pair"
+    )
+    return cost
+
+
+def _cost_file(executor: "JaxExecutor", name: str) -> Path | None:
+    directory = executor.cache_directory
+    return None if directory is None else step_costs.cost_file(directory, executor.identity, name)

@@ -53,8 +53,6 @@ from sharding.plan import MeshPlan
 
 Report = Callable[[str], None]
 
-_TIMED_STEPS = 5
-
 _UNREAD_MAX = 8
 """Results that are kept for later steps to look up; more steps are never in flight at one time."""
 
@@ -221,25 +219,6 @@ class JaxExecutor:
             self._sampled[plan.slots] = np.asarray(tokens)[: plan.num_rows]
         row = np.minimum(packed.row_index, len(packed.slots) - 1)
         return np.where(is_reference, self._sampled[packed.slots[row]], packed.token_ids)
-
-    def decode_step_ms(self, now_ns: Callable[[], int]) -> dict[Bucket, float]:
-        """Milliseconds of a full decode step of each bucket, dispatch and transfers included.
-
-        To be called before the first plan. The steps write where padding does.
-        """
-        times: dict[Bucket, float] = {}
-        for kind, bucket in self._steps:
-            if kind is StepKind.DECODE:
-                plan = _full_step(bucket)
-                taken: list[int] = []
-                for _ in range(1 + _TIMED_STEPS):
-                    begun = now_ns()
-                    self.submit(plan)
-                    self.collect()
-                    taken.append(now_ns() - begun)
-                # The first one warms up; the middle ones are undisturbed.
-                times[bucket] = float(np.mean(sorted(taken[1:])[1:-1])) / 1e6
-        return times
 
     @property
     def identity(self) -> dict[str, str]:
@@ -438,28 +417,6 @@ class _ImageEncoder:
 
     def _numbers(self, *values: int) -> jax.Array:
         return jax.device_put(np.array(values, np.int32), self._sharding)
-
-
-def _full_step(bucket: Bucket) -> StepPlan:
-    """A decode step without an unused row or token, whose rows all lie in the padding slot."""
-    rows = np.zeros(bucket.num_rows, np.int32)
-    num_tokens = rows + bucket.num_tokens // bucket.num_rows
-    num_tokens[: bucket.num_tokens % bucket.num_rows] += 1
-    return StepPlan(
-        step_index=-1,
-        kind=StepKind.DECODE,
-        bucket=bucket,
-        sequence_ids=rows.astype(np.int64),
-        slots=rows,
-        starts=rows,
-        num_tokens=num_tokens,
-        token_ids=np.zeros(bucket.num_tokens, np.int32),
-        block_tables=np.zeros((bucket.num_rows, bucket.num_blocks), np.int32),
-        temperatures=rows.astype(np.float32),
-        top_ks=rows,
-        top_ps=np.ones(bucket.num_rows, np.float32),
-        seeds=rows.astype(np.int64),
-    )
 
 
 def shape_of(kind: StepKind, bucket: Bucket) -> StepShape:

@@ -20,6 +20,7 @@ from serving.cluster import (
 )
 from serving.config import EngineOptions, ServingConfig
 from serving.core.buckets import Bucket, StepKind
+from serving.core.cost import PrefillCost
 from serving.core.request import Request, SamplingParams
 from serving.nodes import messages
 from serving.nodes.messages import Message
@@ -100,6 +101,27 @@ def test_engine_has_the_limits_of_options_and_model() -> None:
     assert (limits.waiting_max, limits.vocab_size, limits.eos_token_id) == (3, 320, 1)
     with pytest.raises(ConfigError, match="expected at most 4096, the longest context"):
         make_engine(EngineOptions(max_context=8192), FACTS, random.Random(1))
+
+
+def test_a_time_budget_shortens_prefill_steps() -> None:
+    options = EngineOptions(
+        max_context=1024,
+        prefill_tokens=(64, 512),
+        prefill_time_budget_ms=100,
+        prefix_snapshots=0,
+    )
+    # Within 100 ms are 64 tokens and their padding, but not 512.
+    facts = replace(FACTS, prefill_cost=PrefillCost(5.0, 1.0, 0.0))
+    lengths: list[int] = []
+    for some in (options, replace(options, prefill_time_budget_ms=0.0)):
+        engine = make_engine(some, facts, random.Random(0))
+        engine.admit(Request("a", (3,) * 500, SamplingParams(max_tokens=2)))
+        plan = engine.plan()
+        assert plan is not None
+        lengths.append(len(plan.token_ids))
+    assert lengths == [64, 500]
+    with pytest.raises(ConfigError, match="prefill_time_budget_ms is 100, but what prefill steps"):
+        make_engine(options, FACTS, random.Random(0))
 
 
 def test_built_worker_serves_and_uses_the_executor() -> None:

@@ -7,11 +7,11 @@ executor where a whole load would only repeat what other tests do.
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from deepseek_recipe import SpecialToken
 
@@ -20,6 +20,7 @@ from serving.config import ServingConfig
 from serving.core.buckets import Bucket, StepKind
 from serving.core.image_layout import ImageGeometry
 from serving.core.request import ConstraintKind, OutputConstraint
+from serving.core.step_plan import StepPlan, StepResult
 from serving.loading import load_model
 from sharding.config_file import ConfigError, override
 from tests.serving.running_service import MODEL_DIR
@@ -45,17 +46,18 @@ def test_configuration_reaches_the_executor(
         num_drafts = 5
         cache_directory = tmp_path / "compiled"
         identity = {"device": "recorder"}
-        num_timed = 0
+        num_submitted = 0
 
         def __init__(
             self, *arguments: object, report: object, engram: str, has_drafts: bool
         ) -> None:
             made.append((*arguments, report, engram, has_drafts))
 
-        def decode_step_ms(self, now_ns: Callable[[], int]) -> dict[Bucket, float]:
-            assert now_ns() > 0
-            Recorder.num_timed += 1
-            return {bucket: 2.0 for bucket in DRAFTING}
+        def submit(self, plan: StepPlan) -> None:
+            Recorder.num_submitted += 1
+
+        def collect(self) -> StepResult:
+            return StepResult(-1, np.zeros(0, np.int32))
 
     monkeypatch.setattr(serving.engine.jax_executor, "JaxExecutor", Recorder)
     lines: list[str] = []
@@ -64,11 +66,17 @@ def test_configuration_reaches_the_executor(
         engine__prefix_snapshots=5,
         engine__decode_rows=[3],
         engine__has_drafts=True,
+        engine__prefill_time_budget_ms=50.0,
         engine__num_blocks=40,
         engine__max_context=256,
     )
     model = load_model(config, lines.append)
-    assert lines.pop() == "measuring decode steps"
+    assert [line.split(":")[0] for line in lines] == [
+        "measuring decode steps",
+        "measuring prefill steps",
+        "prefill steps",
+    ]
+    lines.clear()
     directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report, *rest = made[0]
     assert (directory, cache_format, rest) == (MODEL_DIR, "noq", ["device", True])
     assert set(buckets.of(StepKind.DECODE)) == DRAFTING
@@ -84,10 +92,15 @@ def test_configuration_reaches_the_executor(
     assert model.codec.encode_text("a")
     assert model.grammars is not None
     assert model.grammars.compile(OutputConstraint(ConstraintKind.JSON, ""))
-    assert (facts.num_drafts, facts.step_ms) == (5, {bucket: 2.0 for bucket in DRAFTING})
+    assert (facts.num_drafts, facts.step_ms.keys()) == (5, DRAFTING)
+    assert facts.prefill_cost is not None
     # The second time the figures are known.
-    assert load_model(config, lines.append).facts.step_ms == facts.step_ms
-    assert Recorder.num_timed == 1
+    num_submitted = Recorder.num_submitted
+    again = load_model(config, lines.append).facts
+    assert (again.step_ms, again.prefill_cost) == (facts.step_ms, facts.prefill_cost)
+    assert Recorder.num_submitted == num_submitted > 0
+    plain = load_model(override(config, {"engine.prefill_time_budget_ms": 0.0}), lines.append)
+    assert plain.facts.prefill_cost is None
     load_model(configured(model__engram="host"), lines.append)
     assert made[-1][-2:] == ("host", False)
 

@@ -15,9 +15,10 @@ import pytest
 from deepinfer_jax.reports import ReportedResult
 from serving.cluster import ModelFacts
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.cost import PrefillSample
 from serving.core.request import Request, SamplingParams
 from serving.core.step_plan import LAST_SAMPLED
-from serving.engine import jax_executor
+from serving.engine import jax_executor, step_times
 from serving.engine.engine import Engine, EngineLimits, run_step
 from serving.engine.jax_executor import CacheTooLargeError, JaxExecutor
 from sharding.plan import ShardingError, load_plan
@@ -190,10 +191,14 @@ def test_verified_drafts_give_the_greedy_tokens(
     assert outputs[1] == outputs[0]
 
 
-def test_decode_steps_are_timed(drafting_executor: JaxExecutor) -> None:
+def test_steps_are_timed(drafting_executor: JaxExecutor) -> None:
     ticks = iter(range(0, 10**12, 3_000_000))
-    times = drafting_executor.decode_step_ms(lambda: next(ticks))
+    buckets = DRAFT_BUCKETS.of(StepKind.DECODE)
+    times = step_times.decode_step_ms(drafting_executor, buckets, lambda: next(ticks))
     assert times == {Bucket(3, 12, 2): 3.0}
+    buckets = DRAFT_BUCKETS.of(StepKind.PREFILL)
+    samples = step_times.prefill_samples(drafting_executor, buckets, 128, lambda: next(ticks))
+    assert samples == [PrefillSample(16, 128.0, 3.0), PrefillSample(16, 16 * 240 + 128.0, 3.0)]
     identity = drafting_executor.identity
     assert identity["device"].startswith("cpu ") and identity["has_drafts"] == "True"
 
