@@ -224,9 +224,9 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
     """Serves until a signal has come and running requests have finished."""
     from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
     from serving.frontend.app import make_app
+    from serving.frontend.conversion import ServedModel
     from serving.frontend.gateway import Gateway
     from serving.frontend.images import ImageReader
-    from serving.frontend.protocols import ServedModel
     from serving.observe import ServiceMetrics
     from serving.transport.driver import Driver, SystemClock
 

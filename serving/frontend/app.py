@@ -24,17 +24,24 @@ from serving.config import ServerOptions
 from serving.frontend import exposition
 from serving.frontend.body import BodyReader
 from serving.frontend.completions import CompletionCall
+from serving.frontend.conversion import ServedModel
 from serving.frontend.errors import ApiError, unavailable
 from serving.frontend.gateway import Gateway, TokenStream
-from serving.frontend.protocols import DONE_EVENT, Call, ChatCall, ServedModel, error_event
+from serving.frontend.message_calls import MessagesCall, count_tokens
+from serving.frontend.protocols import Call, ChatCall
+from serving.frontend.responses import ResponsesCall
+from serving.frontend.tokenization import detokenize, tokenize
 
 _log = logging.getLogger(__name__)
 
 _LARGE_BODY_BYTES = 32 * 2**10
 """Bodies from here on are parsed on another thread, lest encoding them delay everyone's tokens."""
 
-_IMAGE_PART = b"image_url"
+_IMAGE_PART = b"image"
 """So are bodies that may hold an image: a small file can be a large picture."""
+
+_MESSAGES_PATH = "/v1/messages"
+"""Errors below it are spelled as that dialect has them."""
 
 CUT_OFF_S = 2.0
 """How long a reader that was cut off may take to read on, to hear why."""
@@ -55,6 +62,11 @@ def make_app(
         routes=[
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.completions, methods=["POST"]),
+            Route("/v1/responses", service.responses, methods=["POST"]),
+            Route("/v1/messages", service.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", service.count_tokens, methods=["POST"]),
+            Route("/tokenize", service.tokenize, methods=["POST"]),
+            Route("/detokenize", service.detokenize, methods=["POST"]),
             Route("/v1/models", service.models, methods=["GET"]),
             Route("/v1/models/{name:path}", service.model, methods=["GET"]),
             Route("/health", service.health, methods=["GET"]),
@@ -92,6 +104,25 @@ class _Service:
             request, lambda raw: CompletionCall(raw, self._model, self._clock, limit)
         )
 
+    async def responses(self, request: HttpRequest) -> Response:
+        return await self._generate(
+            request, lambda raw: ResponsesCall(raw, self._model, self._clock)
+        )
+
+    async def messages(self, request: HttpRequest) -> Response:
+        return await self._generate(
+            request, lambda raw: MessagesCall(raw, self._model, self._clock)
+        )
+
+    async def count_tokens(self, request: HttpRequest) -> Response:
+        return _json(await self._parsed(request, lambda raw: count_tokens(raw, self._model)))
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        return _json(await self._parsed(request, lambda raw: tokenize(raw, self._model)))
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        return _json(await self._parsed(request, lambda raw: detokenize(raw, self._model)))
+
     async def models(self, request: HttpRequest) -> Response:
         return _json({"object": "list", "data": [self._card()]})
 
@@ -119,12 +150,13 @@ class _Service:
         return Response(page, media_type=exposition.CONTENT_TYPE)
 
     async def _generate(self, request: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
+        return _Answer(await self._parsed(request, parse), self._gateway)
+
+    async def _parsed[T](self, request: HttpRequest, parse: Callable[[bytes], T]) -> T:
         raw = await self._bodies.read(request)
         if len(raw) < _LARGE_BODY_BYTES and _IMAGE_PART not in raw:
-            call = parse(raw)
-        else:
-            call = await asyncio.to_thread(parse, raw)
-        return _Answer(call, self._gateway)
+            return parse(raw)
+        return await asyncio.to_thread(parse, raw)
 
     async def _check_engine(self) -> None:
         status = await self._gateway.status()
@@ -165,7 +197,7 @@ class _Answer(Response):
             with contextlib.suppress(asyncio.CancelledError):
                 await writing
             if stream.cut_off is not None and self._has_begun:
-                await _end_cut_off(stream.cut_off, send)
+                await _end_cut_off(self._call.failing(stream.cut_off), send)
         finally:
             stream.close()
 
@@ -206,11 +238,11 @@ class _Answer(Response):
                     await write(data)
             end = call.closing()
         except ApiError as error:
-            end = error_event(error)
+            end = call.failing(error)
         except Exception:
             _log.exception("writing a stream failed")
-            end = error_event(_internal_error())
-        await write(end + DONE_EVENT, more=False)
+            end = call.failing(_internal_error())
+        await write(end, more=False)
 
 
 async def _events(call: Call, stream: TokenStream) -> AsyncIterator[bytes]:
@@ -228,9 +260,8 @@ async def _events(call: Call, stream: TokenStream) -> AsyncIterator[bytes]:
         yield data
 
 
-async def _end_cut_off(error: ApiError, send: Send) -> None:
+async def _end_cut_off(body: bytes, send: Send) -> None:
     """Tells a reader that was cut off why, if it reads on soon."""
-    body = error_event(error) + DONE_EVENT
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CUT_OFF_S):
             await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -255,7 +286,9 @@ def _answer_api_error(request: HttpRequest, error: Exception) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
-    return _json({"error": error.fields()}, error.status, headers)
+    is_message = request.url.path.startswith(_MESSAGES_PATH)
+    body = error.message_fields() if is_message else {"error": error.fields()}
+    return _json(body, error.status, headers)
 
 
 def _answer_http_exception(request: HttpRequest, error: Exception) -> Response:

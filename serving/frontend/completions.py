@@ -7,11 +7,13 @@ import msgspec
 from serving.clock import Clock
 from serving.core.request import FinishReason, Request, TokenLogprob
 from serving.frontend import fields
-from serving.frontend.errors import bad_request, decode_body
+from serving.frontend.conversion import ServedModel, check_room
+from serving.frontend.errors import ApiError, bad_request, decode_body
 from serving.frontend.gateway import Update
 from serving.frontend.protocols import (
-    ServedModel,
+    DONE_EVENT,
     event,
+    failing_events,
     make_call_id,
     refuse_stop_strings,
     usage,
@@ -32,15 +34,16 @@ class CompletionCall:
 
     def __init__(self, raw: bytes, model: ServedModel, clock: Clock, prompts_max: int) -> None:
         body = decode_body(raw)
-        _check_model(body, model)
-        fields.refuse_unsupported(body)
+        check_model(body, model)
+        fields.refuse_unsupported(body, fields.CHAT_NEUTRAL)
         self.is_streamed = fields.boolean(body, "stream")
         self._includes_usage = fields.include_usage(body, self.is_streamed)
+        self._continuous_usage = fields.continuous_usage(body)
         self._model = model
         self._created = clock.unix_s()
         self._id = make_call_id("cmpl")
         now_ns, seed = clock.now_ns(), fields.integer(body, "seed")
-        logprobs = _logprobs(body)
+        logprobs, salt = _logprobs(body), fields.cache_salt(body)
         constraint = fields.guided_constraint(body, after_thinking=False)
         self.requests: list[Request] = []
         prompts = _prompts(body, model, prompts_max)
@@ -53,7 +56,14 @@ class CompletionCall:
                 logprobs=logprobs,
             )
             self.requests.append(
-                Request(f"{self._id}-{index}", prompt, sampling, now_ns, constraint=constraint)
+                Request(
+                    f"{self._id}-{index}",
+                    prompt,
+                    sampling,
+                    now_ns,
+                    cache_salt=salt,
+                    constraint=constraint,
+                )
             )
         stop = fields.stop_strings(body)
         refuse_stop_strings(stop, constraint)
@@ -81,8 +91,12 @@ class CompletionCall:
         return self._texts[index].finish_reason is not None
 
     def closing(self) -> bytes:
-        """The chunk with the usage, where it is wanted."""
-        return self._chunk([], self._usage()) if self._includes_usage else b""
+        """The chunk with the usage, where it is wanted, and the mark of the end."""
+        return (self._chunk([], self._usage()) if self._includes_usage else b"") + DONE_EVENT
+
+    def failing(self, error: ApiError) -> bytes:
+        """The error and the mark of the end."""
+        return failing_events(error)
 
     def answer(self) -> bytes:
         """The `text_completion` object."""
@@ -103,7 +117,9 @@ class CompletionCall:
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         chunk = self._object(choices)
-        if self._includes_usage:
+        if self._continuous_usage:
+            chunk["usage"] = self._usage()
+        elif self._includes_usage:
             chunk["usage"] = usage
         return event(msgspec.json.encode(chunk))
 
@@ -194,7 +210,8 @@ def _logprobs(body: dict[str, Any]) -> int | None:
     return wanted
 
 
-def _check_model(body: dict[str, Any], model: ServedModel) -> None:
+def check_model(body: dict[str, Any], model: ServedModel) -> None:
+    """Raises ApiError 400 for another model than the one that is served."""
     name = body.get("model")
     if not isinstance(name, str):
         raise bad_request(f"model is {name!r}; expected {model.name!r}", "model")
@@ -223,7 +240,7 @@ def _prompts(body: dict[str, Any], model: ServedModel, prompts_max: int) -> list
 
 def _prompt(value: object, model: ServedModel, expected: str) -> tuple[int, ...]:
     if isinstance(value, str):
-        _check_room(model.codec.fewest_tokens(len(value)), model, "at least ")
+        check_room(model.codec.fewest_tokens(len(value)), model, "prompt", "at least ")
         try:
             prompt = model.codec.encode_text(value)
         except ValueError as error:
@@ -244,19 +261,9 @@ def _prompt(value: object, model: ServedModel, expected: str) -> tuple[int, ...]
     return prompt
 
 
-def _check_room(num_prompt_tokens: int, model: ServedModel, how_sure: str = "") -> None:
-    if num_prompt_tokens >= model.context_max:
-        raise bad_request(
-            f"The prompt has {how_sure}{num_prompt_tokens} tokens; the context of "
-            f"{model.context_max} needs room for one more",
-            "prompt",
-            "context_length_exceeded",
-        )
-
-
 def _max_tokens(body: dict[str, Any], num_prompt_tokens: int, model: ServedModel) -> int:
     """The limit of generated tokens, checked against the room that the prompt leaves."""
-    _check_room(num_prompt_tokens, model)
+    check_room(num_prompt_tokens, model, "prompt")
     left = model.context_max - num_prompt_tokens
     wanted = fields.integer(body, "max_tokens")
     if wanted is None:

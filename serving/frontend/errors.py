@@ -8,6 +8,7 @@ message or the request itself gives it away.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import deepseek_recipe
@@ -46,6 +47,25 @@ class ApiError(Exception):
             kind = "server_error"
         return {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
 
+    def message_fields(self) -> dict[str, Any]:
+        """The whole body as the Messages dialect spells it."""
+        kind = _MESSAGES_KINDS.get(self.status, "invalid_request_error")
+        if self.status >= 500:
+            kind = "overloaded_error" if self.status == 503 else "api_error"
+        # This shape has no place for the name of a field.
+        is_named = not self.param or self.param in self.detail
+        message = self.detail if is_named else f"{self.param}: {self.detail}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
 
 def bad_request(detail: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400."""
@@ -73,22 +93,28 @@ def decode_body(raw: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def recipe_errors(body: Mapping[str, Any]) -> Iterator[None]:
-    """Turns what deepseek-recipe raises for the request `body` into an `ApiError`."""
+def recipe_errors(body: Mapping[str, Any], known: "FieldTypes | None" = None) -> Iterator[None]:
+    """Turns what deepseek-recipe raises for the request `body` into an `ApiError`.
+
+    `known` are the fields of its dialect; those of chats if nothing is given.
+    """
+    known = known or CHAT_FIELDS
     try:
         yield
     except deepseek_recipe.ConversionError as error:
-        raise _of_conversion(error) from None
+        raise _of_conversion(error, known) from None
     except RequestError as error:
         raise bad_request(str(error), error.param) from None
     except RuntimeError as error:
         raise _of_rendering(str(error)) from None
     except (ValueError, OverflowError, TypeError) as error:
         # UnicodeEncodeError, for lone surrogates, is a ValueError too.
-        raise bad_request(str(error), _mistyped_field(body) or _named_field(str(error))) from None
+        raise bad_request(
+            str(error), _mistyped_field(body, known) or _named_field(str(error), known)
+        ) from None
 
 
-def _of_conversion(error: deepseek_recipe.ConversionError) -> ApiError:
+def _of_conversion(error: deepseek_recipe.ConversionError, known: "FieldTypes") -> ApiError:
     fields: dict[str, Any] = {}
     with suppress(msgspec.DecodeError, AttributeError):
         fields = msgspec.json.decode(error.body).get("error", {})
@@ -101,7 +127,7 @@ def _of_conversion(error: deepseek_recipe.ConversionError) -> ApiError:
         return bad_request(detail, "tools", code)
     if "model names are" in detail:
         return bad_request(detail, "model", "model_not_found")
-    return ApiError(error.status_code, detail, _named_field(detail), code=code)
+    return ApiError(error.status_code, detail, _named_field(detail, known), code=code)
 
 
 def _of_rendering(detail: str) -> ApiError:
@@ -118,9 +144,18 @@ def _of_rendering(detail: str) -> ApiError:
 
 
 _INTEGER, _NUMBER = (int,), (int, float)
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+
+
+@dataclass(frozen=True, slots=True)
+class FieldTypes:
+    """The fields that a dialect has, by name, and those that no request can do without."""
+
+    required: tuple[str, ...]
+    types: Mapping[str, tuple[type, ...]]
+
+
+_SHARED_TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
-    "messages": (list,),
     "max_tokens": _INTEGER,
     "temperature": _NUMBER,
     "top_p": _NUMBER,
@@ -139,16 +174,33 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "thinking": (dict,),
     "reasoning_effort": (str,),
 }
-_REQUIRED = ("model", "messages")
-_UNSIGNED_MAX = {"max_tokens": 2**32 - 1, "seed": 2**64 - 1}
+CHAT_FIELDS = FieldTypes(("model", "messages"), {"messages": (list,)} | _SHARED_TYPES)
+RESPONSES_FIELDS = FieldTypes(
+    ("model",),
+    _SHARED_TYPES
+    | {
+        "input": (str, list),
+        "instructions": (str,),
+        "max_output_tokens": _INTEGER,
+        "text": (dict,),
+        "reasoning": (dict,),
+    },
+)
+MESSAGES_FIELDS = FieldTypes(
+    ("model", "messages"),
+    {"messages": (list,), "system": (str, list), "stop_sequences": (list,)}
+    | _SHARED_TYPES
+    | {"tool_choice": (dict,)},
+)
+_UNSIGNED_MAX = {"max_tokens": 2**32 - 1, "max_output_tokens": 2**32 - 1, "seed": 2**64 - 1}
 
 
-def _mistyped_field(body: Mapping[str, Any]) -> str | None:
+def _mistyped_field(body: Mapping[str, Any], known: FieldTypes) -> str | None:
     """The first field whose value cannot be of the type that the protocol gives it."""
-    for name in _REQUIRED:
+    for name in known.required:
         if body.get(name) is None:
             return name
-    for name, types in _FIELD_TYPES.items():
+    for name, types in known.types.items():
         value = body.get(name)
         if value is None:
             continue
@@ -160,9 +212,9 @@ def _mistyped_field(body: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _named_field(detail: str) -> str | None:
+def _named_field(detail: str, known: FieldTypes) -> str | None:
     """The field that a message speaks of, by the first word in it that is a field's name."""
     for word in re.findall(r"[a-z_]+", detail.lower()):
-        if word in _FIELD_TYPES and word != "model":
+        if word in known.types and word != "model":
             return word
     return None

@@ -13,11 +13,12 @@ from serving.core.request import ConstraintKind, OutputConstraint, RequestError,
 from serving.frontend.errors import bad_request
 
 STOP_STRINGS_MAX = 16
+CACHE_SALT_CHARS_MAX = 256
 
 _Body = Mapping[str, Any]
 
 # Values under which each field has no effect, so that a client that spells out defaults is served.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+CHAT_NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "min_tokens": (0,),
@@ -31,9 +32,28 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def refuse_unsupported(body: _Body) -> None:
-    """Raises ApiError 400 for the first field that asks for what is not supported."""
-    for name, neutral in _NEUTRAL.items():
+RESPONSES_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "stop": (),
+    "n": (1,),
+}
+
+MESSAGES_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "mcp_servers": ([],),
+    "container": (),
+    "context_management": ({},),
+}
+
+
+def refuse_unsupported(body: _Body, neutral_values: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises ApiError 400 for the first field that asks for what is not supported.
+
+    `neutral_values` are those of the dialect, `CHAT_NEUTRAL` or another.
+    """
+    for name, neutral in neutral_values.items():
         value = body.get(name)
         if value is None:
             continue
@@ -103,6 +123,27 @@ def include_usage(body: _Body, is_streamed: bool) -> bool:
     if not is_streamed:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     return boolean(options, "include_usage")
+
+
+def continuous_usage(body: _Body) -> bool:
+    """Whether every chunk is to carry the usage up to it. Raises ApiError 400."""
+    return boolean(body.get("stream_options") or {}, "continuous_usage_stats")
+
+
+def cache_salt(body: _Body) -> str:
+    """What separates the cached prefixes of this request from those of others.
+
+    Raises ApiError 400.
+    """
+    value = body.get("cache_salt")
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not value or len(value) > CACHE_SALT_CHARS_MAX:
+        raise bad_request(
+            f"cache_salt is {_shown(value)}; expected 1 to {CACHE_SALT_CHARS_MAX} characters",
+            "cache_salt",
+        )
+    return value
 
 
 def sampling_params(

@@ -2,12 +2,11 @@
 
 deepseek-recipe converts Chat Completions, renders and encodes the prompt, and parses the tokens
 that come back (reasoning, tool calls, stop strings, characters cut in two). What it does not know
-of is read from the body beside it. `completions.py` is the second dialect.
+of is read from the body beside it. Each other dialect has a module of its own.
 """
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import deepseek_recipe as recipe
@@ -16,35 +15,25 @@ import msgspec
 from serving.clock import Clock
 from serving.core.request import (
     TOOL_KINDS,
-    ConstraintKind,
     FinishReason,
     OutputConstraint,
     Request,
     SamplingParams,
 )
 from serving.frontend import fields
+from serving.frontend.conversion import (
+    SentSchemas,
+    ServedModel,
+    constraint_of,
+    convert,
+    encode,
+    tokens_left,
+)
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
 from serving.frontend.gateway import Update
-from serving.frontend.images import EncodedPrompt, ImageReader, check_image_parts
-from serving.frontend.text import TextCodec
+from serving.frontend.images import check_image_parts
 
 DONE_EVENT = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What the dialects need to know of the model.
-
-    `context_max` is the most tokens a prompt and its answer may have together; `images` reads the
-    images of chats, or refuses them.
-    """
-
-    name: str
-    codec: TextCodec
-    vocab_size: int
-    context_max: int
-    eos_token_id: int | None
-    images: ImageReader = ImageReader()
 
 
 class Call(Protocol):
@@ -73,7 +62,11 @@ class Call(Protocol):
         ...
 
     def closing(self) -> bytes:
-        """The events after the last request's end, without the `[DONE]` mark."""
+        """The events after the last request's end."""
+        ...
+
+    def failing(self, error: ApiError) -> bytes:
+        """The events that end a stream by a fault."""
         ...
 
     def answer(self) -> bytes:
@@ -87,9 +80,9 @@ def event(json_text: str | bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def error_event(error: ApiError) -> bytes:
-    """The event that ends a stream by a fault; `[DONE]` follows it."""
-    return b"event: error\n" + event(error.body())
+def failing_events(error: ApiError) -> bytes:
+    """The events that end a stream of chunks by a fault."""
+    return b"event: error\n" + event(error.body()) + DONE_EVENT
 
 
 def make_call_id(prefix: str) -> str:
@@ -136,11 +129,15 @@ class ChatCall:
 
     def __init__(self, raw: bytes, model: ServedModel, clock: Clock) -> None:
         body = decode_body(raw)
-        fields.refuse_unsupported(body)
+        fields.refuse_unsupported(body, fields.CHAT_NEUTRAL)
         renamed = _with_max_tokens(body)
         try:
             with recipe_errors(renamed):
-                converted, prompt, max_tokens = _convert(raw, body, renamed, model)
+                check_image_parts(body)
+                request = recipe.ChatCompletionRequest(raw if renamed is body else renamed)
+                converted = convert(request, model)
+                prompt = encode(converted, model, "messages")
+                max_tokens = tokens_left(converted, prompt, model, "messages")
         except ApiError as error:
             if error.param == "max_tokens" and renamed is not body:
                 error.param = "max_completion_tokens"
@@ -153,10 +150,11 @@ class ChatCall:
             seed=options.seed,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         )
-        constraint = _constraint(body, converted)
+        constraint = constraint_of(body, converted, _sent_schemas(body))
         refuse_stop_strings(converted.parsing_options.stop_sequences, constraint)
         self.is_streamed = converted.stream
         self._includes_usage = fields.include_usage(body, converted.stream)
+        self._continuous_usage = fields.continuous_usage(body)
         self._model = model
         call_id = make_call_id("chatcmpl")
         self.requests = [
@@ -166,6 +164,7 @@ class ChatCall:
                 sampling,
                 clock.now_ns(),
                 prompt.images,
+                fields.cache_salt(body),
                 constraint=constraint,
             )
         ]
@@ -211,12 +210,16 @@ class ChatCall:
         return self._processor.finished
 
     def closing(self) -> bytes:
-        """The chunk with the usage, where it is wanted."""
+        """The chunk with the usage, where it is wanted, and the mark of the end."""
         if not self._includes_usage:
-            return b""
+            return DONE_EVENT
         last = msgspec.json.decode(self._last_chunk)
         last.update(choices=[], usage=self._usage)
-        return event(msgspec.json.encode(last))
+        return event(msgspec.json.encode(last)) + DONE_EVENT
+
+    def failing(self, error: ApiError) -> bytes:
+        """The error and the mark of the end."""
+        return failing_events(error)
 
     def answer(self) -> bytes:
         """The `chat.completion` object."""
@@ -232,6 +235,8 @@ class ChatCall:
         texts = [chunk.to_json() for chunk in chunks]
         if self._processor.finished and texts:
             texts[-1] = self._finish_chunk(texts[-1])
+        if self._continuous_usage:
+            texts = [self._with_usage(text) for text in texts]
         return b"".join(event(text) for text in texts)
 
     def _finish_chunk(self, text: str) -> str:
@@ -242,6 +247,14 @@ class ChatCall:
         chunk["usage"] = None if self._includes_usage else self._usage
         for choice in chunk["choices"]:
             choice["delta"] = {}
+        return msgspec.json.encode(chunk).decode()
+
+    def _with_usage(self, text: str) -> str:
+        """A chunk with the usage up to now."""
+        chunk = msgspec.json.decode(text)
+        if not chunk.get("usage"):
+            prompt = len(self.requests[0].prompt_token_ids)
+            chunk["usage"] = usage(prompt, self._num_generated, self._num_cached)
         return msgspec.json.encode(chunk).decode()
 
     def _counted(self, parsed: dict[str, Any]) -> dict[str, Any]:
@@ -264,79 +277,12 @@ def _with_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
     return body | {"max_tokens": body["max_completion_tokens"]}
 
 
-_CONSTRAINT_PARAMS = {
-    ConstraintKind.TOOL_CALL: "tools",
-    ConstraintKind.TOOL_CALL_REQUIRED: "tool_choice",
-}
-
-
-def _constraint(
-    body: dict[str, Any], converted: recipe.ConversationRequest
-) -> OutputConstraint | None:
-    """The form that the answer must have, by the public protocol or beyond it."""
-    stage = converted.parsing_options.thinking_initial_stage
-    after_thinking = stage is not None and stage.starts_in_reasoning()
-    guided = fields.guided_constraint(body, after_thinking=after_thinking)
-    wanted = converted.inference_options.output_constraint
-    if wanted is None:
-        return guided
-    kind = ConstraintKind(wanted.kind)
-    param = _CONSTRAINT_PARAMS.get(kind, "response_format")
-    if guided is not None:
-        raise bad_request(
-            f"received {guided.param} and {param}; expected at most one of them", guided.param
-        )
-    text = _with_whole_schemas(kind, wanted.schema, body)
-    return OutputConstraint(kind, text, after_thinking, param)
-
-
-def _with_whole_schemas(kind: ConstraintKind, text: str, body: dict[str, Any]) -> str:
-    """A constraint with the schemas as the client sent them.
-
-    The converter drops limits such as `maxLength` from those that it is to hold strictly.
-    """
-    if kind is ConstraintKind.JSON and text:
-        return msgspec.json.encode(body["response_format"]["json_schema"]["schema"]).decode()
-    if kind in TOOL_KINDS:
-        functions = [tool["function"] for tool in body["tools"] if "function" in tool]
-        sent = {function["name"]: function for function in functions}
-        tools = msgspec.json.decode(text)
-        for tool in tools:
-            function = sent.get(tool["function"]["name"])
-            if function is not None:
-                tool["function"]["parameters"] = function.get("parameters")
-        return msgspec.json.encode(tools).decode()
-    return text
-
-
-def _convert(
-    raw: bytes, body: dict[str, Any], renamed: dict[str, Any], model: ServedModel
-) -> tuple[recipe.ConversationRequest, EncodedPrompt, int]:
-    """The converted request, its prompt and its limit of generated tokens."""
-    check_image_parts(body)
-    options = (
-        recipe.ConversionOptions()
-        .with_special_tokens(model.codec.special_tokens)
-        .with_model_versions_by_name({model.name: recipe.ModelVersion.DeepseekV41Flash})
-        .with_thinking_max_tokens_upper_bound(model.context_max)
-        .with_non_thinking_max_tokens_upper_bound(model.context_max)
+def _sent_schemas(body: dict[str, Any]) -> SentSchemas:
+    """The schemas in a chat request that deepseek-recipe has accepted."""
+    wanted = body.get("response_format") or {}
+    functions = [tool["function"] for tool in body.get("tools") or () if "function" in tool]
+    return SentSchemas(
+        (wanted.get("json_schema") or {}).get("schema"),
+        {function["name"]: function.get("parameters") for function in functions},
+        "response_format",
     )
-    request = recipe.ChatCompletionRequest(raw if renamed is body else renamed)
-    converted = request.convert(options)
-    conversation = converted.conversation
-    num_chars = sum(len(message.content) for message in conversation.messages)
-    _check_room(model.codec.fewest_tokens(num_chars), model, "at least ")
-    prompt = model.images.encode(conversation, model.codec)
-    num_tokens = len(prompt.token_ids)
-    _check_room(num_tokens, model)
-    return converted, prompt, converted.resolve_max_tokens(num_tokens, model.context_max)
-
-
-def _check_room(num_tokens: int, model: ServedModel, how_sure: str = "") -> None:
-    if num_tokens >= model.context_max:
-        raise bad_request(
-            f"The messages have {how_sure}{num_tokens} tokens; the context of "
-            f"{model.context_max} needs room for one more",
-            "messages",
-            "context_length_exceeded",
-        )

@@ -79,15 +79,16 @@ class TextCodec:
         """
         return 0 if self._token_chars_max is None else -(-num_chars // self._token_chars_max)
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
+    def encode_text(self, text: str, *, adds_bos: bool = True) -> tuple[int, ...]:
         """A raw prompt; special tokens spelled in it count as such, as completions need it.
 
-        The begin-of-sentence token is put in front when the tokenizer's configuration says so.
+        The begin-of-sentence token is put in front when the tokenizer's configuration says so and
+        `adds_bos` does not forbid it.
 
         Raises:
             ValueError: the text holds half of a surrogate pair.
         """
-        if self._bos_token and not text.startswith(self._bos_token):
+        if adds_bos and self._bos_token and not text.startswith(self._bos_token):
             text = self._bos_token + text
         return tuple(self.tokenizer.encode(text))
 

@@ -15,9 +15,9 @@ from serving.config import ServingConfig
 from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
 from serving.frontend.app import make_app
+from serving.frontend.conversion import ServedModel
 from serving.frontend.gateway import Gateway
 from serving.frontend.images import ImageReader
-from serving.frontend.protocols import ServedModel
 from serving.frontend.text import TextCodec
 from serving.observe import ServiceMetrics
 from serving.transport.driver import Driver, SystemClock

@@ -20,8 +20,8 @@ import serving.frontend.app as app_module
 from serving.config import ServerOptions
 from serving.core.request import TokenDelta
 from serving.frontend.app import make_app
+from serving.frontend.conversion import ServedModel
 from serving.frontend.gateway import Gateway
-from serving.frontend.protocols import ServedModel
 from serving.frontend.text import TextCodec
 from serving.nodes import messages
 from serving.nodes.node import NodeId, Send

@@ -10,9 +10,10 @@ import pytest
 
 from serving.core.request import FinishReason
 from serving.frontend.completions import CompletionCall
+from serving.frontend.conversion import ServedModel
 from serving.frontend.errors import ApiError
 from serving.frontend.gateway import Update
-from serving.frontend.protocols import ServedModel
+from serving.frontend.protocols import DONE_EVENT
 from serving.frontend.text import TextCodec
 from serving.transport.driver import SystemClock
 from tests.serving.running_service import MODEL_DIR
@@ -31,7 +32,8 @@ def ids(text: str) -> list[int]:
 
 
 def chunks_of(data: bytes) -> list[dict[str, Any]]:
-    return [json.loads(part.removeprefix(b"data: ")) for part in data.split(b"\n\n") if part]
+    parts = data.removesuffix(DONE_EVENT).split(b"\n\n")
+    return [json.loads(part.removeprefix(b"data: ")) for part in parts if part]
 
 
 @pytest.mark.parametrize(
@@ -114,4 +116,12 @@ def test_stop_string_cuts_the_text() -> None:
 def test_without_usage_option_chunks_carry_none() -> None:
     call = make_call("a", stream=True)
     (chunk,) = chunks_of(call.feed(Update(0, ids("x"), FinishReason.LENGTH)))
-    assert "usage" not in chunk and call.closing() == b""
+    assert "usage" not in chunk and call.closing() == DONE_EVENT
+
+
+def test_every_chunk_carries_the_usage_so_far_if_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    call = make_call("a", stream=True, stream_options=options)
+    data = call.feed(Update(0, ids("x"))) + call.feed(Update(0, ids("y"), FinishReason.LENGTH))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks_of(data + call.closing())]
+    assert counts == [1, 2, 2]

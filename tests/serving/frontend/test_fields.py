@@ -109,15 +109,15 @@ def test_bad_sampling_params(body: dict[str, object], param: str) -> None:
     ],
 )
 def test_unsupported_fields(name: str, neutral: object, asking: object) -> None:
-    fields.refuse_unsupported({name: neutral, "user": "anybody"})
+    fields.refuse_unsupported({name: neutral, "user": "anybody"}, fields.CHAT_NEUTRAL)
     with pytest.raises(ApiError) as caught:
-        fields.refuse_unsupported({name: asking})
+        fields.refuse_unsupported({name: asking}, fields.CHAT_NEUTRAL)
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
 def test_zero_is_not_false() -> None:
     with pytest.raises(ApiError):
-        fields.refuse_unsupported({"min_tokens": False})
+        fields.refuse_unsupported({"min_tokens": False}, fields.CHAT_NEUTRAL)
 
 
 def test_controls_from_a_body() -> None:

@@ -13,13 +13,14 @@ import pytest
 
 from serving.core.grammar import DSML, GrammarCompiler
 from serving.core.request import ConstraintKind, FinishReason, SamplingParams
+from serving.frontend.conversion import ServedModel
 from serving.frontend.errors import ApiError
 from serving.frontend.gateway import Update
 from serving.frontend.protocols import (
+    DONE_EVENT,
     ChatCall,
-    ServedModel,
-    error_event,
     event,
+    failing_events,
     visible_tokens,
 )
 from serving.frontend.text import TextCodec
@@ -42,7 +43,8 @@ def make_call(**changes: object) -> ChatCall:
 
 
 def chunks_of(data: bytes) -> list[dict[str, Any]]:
-    return [json.loads(part.removeprefix(b"data: ")) for part in data.split(b"\n\n") if part]
+    parts = data.removesuffix(DONE_EVENT).split(b"\n\n")
+    return [json.loads(part.removeprefix(b"data: ")) for part in parts if part]
 
 
 def text_of(chunks: list[dict[str, Any]]) -> str:
@@ -160,7 +162,7 @@ def test_visible_tokens_leave_out_only_what_stopped_the_sequence() -> None:
 
 def test_events() -> None:
     assert event('{"a": 1}') == b'data: {"a": 1}\n\n'
-    lines = error_event(ApiError(500, "lost")).split(b"\n")
+    lines = failing_events(ApiError(500, "lost")).split(b"\n")
     assert lines[0] == b"event: error"
     assert json.loads(lines[1].removeprefix(b"data: "))["error"]["message"] == "lost"
 
@@ -265,3 +267,18 @@ def test_a_constraint_waits_for_the_end_of_thinking() -> None:
         constraint = ChatCall(raw, model, SystemClock()).requests[0].constraint
         assert constraint is not None and constraint.after_thinking is expected
         assert (constraint.kind, constraint.param) == (ConstraintKind.JSON, "response_format")
+
+
+def test_every_chunk_carries_the_usage_so_far_if_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    call = make_call(max_tokens=9, stream_options=options)
+    data = call.opening() + call.feed(Update(0, list(CODEC.encode_text("x"))))
+    data += call.feed(Update(0, list(CODEC.encode_text("y")), FinishReason.LENGTH))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks_of(data + call.closing())]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 2
+
+
+def test_cache_salt_is_that_of_the_body() -> None:
+    assert make_call(cache_salt="mine").requests[0].cache_salt == "mine"
+    with pytest.raises(ApiError, match="cache_salt is ''"):
+        make_call(cache_salt="")
