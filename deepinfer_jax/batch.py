@@ -53,6 +53,13 @@ class StepShape:
     replay: Replay | None = None
 
     @property
+    def name(self) -> str:
+        """What the compiled step of this shape is called in traces."""
+        kind = "decode" if self.samples_every_token else "prefill"
+        replay = "" if self.replay is None else f"_replay{self.replay.num_tail_tokens}"
+        return f"{kind}_r{self.num_rows}_t{self.num_tokens}_b{self.num_blocks}{replay}"
+
+    @property
     def num_samples(self) -> int:
         """Tokens that the step samples."""
         return self.num_tokens if self.samples_every_token else self.num_rows

@@ -5,7 +5,6 @@ results and the cache. The cache is donated, so it is updated in place. With roo
 cache, the steps are speculative: a decode step verifies waiting drafts, and every step drafts anew.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
@@ -31,8 +30,9 @@ from deepinfer_jax.model import Model, Weights, forward, logits, upper_batch
 from deepinfer_jax.reports import ReportedResult, emitted_after, report
 from deepinfer_jax.sampling import accept, sample
 
-CompiledStep = Callable[..., tuple[Any, KVCache]]
-"""Takes weights, buffer and cache, and by name whatever else it was compiled with."""
+CompiledStep = jax.stages.Compiled
+"""Takes weights, buffer and cache, and by name whatever else it was compiled with; returns results
+and the cache."""
 
 _COMPILE_THREADS = 2
 """XLA releases the interpreter while it compiles, but one program already uses several cores."""
@@ -230,8 +230,13 @@ def compile_step(
     if token_counts is not None:
         more["controls"] = Controls.abstract(shape, token_counts)
     run = run_step if cache.draft is None else run_speculative_step
-    step = jax.jit(functools.partial(run, model, shape), donate_argnums=2)
-    return step.lower(weights, buffer, cache, **more).compile()
+
+    def step(*arrays: Any, **named: Any) -> Any:
+        return run(model, shape, *arrays, **named)
+
+    # What the program is called in traces.
+    step.__name__ = shape.name
+    return jax.jit(step, donate_argnums=2).lower(weights, buffer, cache, **more).compile()
 
 
 def compile_slot_copies(cache: KVCache, num_copies: int) -> Callable[[KVCache, jax.Array], KVCache]:

@@ -223,6 +223,7 @@ def _listen_problem(host: str, port: int, error: OSError) -> str:
 async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: socket.socket) -> int:
     """Serves until a signal has come and running requests have finished."""
     from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
+    from serving.engine.profiler import StepProfiler
     from serving.frontend.app import make_app
     from serving.frontend.conversion import ServedModel
     from serving.frontend.gateway import Gateway
@@ -234,7 +235,11 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
     gateway = Gateway(
         FRONTEND, MESH_WORKER, clock, ServiceMetrics(), config.server.backlog_tokens_max
     )
-    environment = Environment(clock, random.Random(), model.executor, model.grammars)
+    folder = config.server.profile_dir
+    profiler = StepProfiler(
+        model.executor, Path(folder).expanduser() if folder else None, model.program_texts
+    )
+    environment = Environment(clock, random.Random(), profiler, model.grammars, profiler)
     cluster = build(config, model.facts, environment, gateway)
     served = ServedModel(
         name=config.model.served_name,
@@ -248,6 +253,7 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
     async with Driver(cluster.nodes, cluster.executors) as driver:
         gateway.flush = driver.perform
         await _serve_app(app, gateway, config, listener)
+        profiler.close()
     return 0
 
 

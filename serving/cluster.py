@@ -16,6 +16,7 @@ from serving.core.cost import PrefillCost
 from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
 from serving.core.prefill_scheduler import PrefillBudget
+from serving.core.profiling import Profiler
 from serving.engine.engine import Engine, EngineLimits, Executor
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import Node, NodeId
@@ -54,6 +55,7 @@ class Environment:
     random_source: random.Random
     executor: Executor
     grammars: GrammarCompiler | None = None
+    profiler: Profiler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,5 +159,6 @@ def build(
         ns_of_s(config.engine.step_timeout_s),
         environment.grammars,
         ns_of_s(config.engine.grammar_timeout_s),
+        environment.profiler,
     )
     return Cluster([worker, frontend], {MESH_WORKER: environment.executor})

@@ -59,6 +59,7 @@ class ServerOptions:
     `body_s`: how long a request body may take to arrive.
     `prompts_max`: prompts in one completions request.
     `backlog_tokens_max`: tokens that may wait for a slow reader before its request is aborted.
+    `profile_dir`: folder for the traces of `POST /profile`; empty makes none.
     """
 
     host: str = "127.0.0.1"
@@ -68,6 +69,7 @@ class ServerOptions:
     body_s: float = 60.0
     prompts_max: int = 64
     backlog_tokens_max: int = 4096
+    profile_dir: str = ""
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0 picks a free one)")

@@ -6,7 +6,7 @@ looked at before anything is compiled.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,13 +37,15 @@ _OUR_PACKAGES = ("deepinfer_jax", "sharding", "serving")
 class LoadedModel:
     """A compiled model and what serving needs to know of it.
 
-    `grammars` is None for a model that has no token to end a text with.
+    `grammars` is None for a model that has no token to end a text with. `program_texts` gives its
+    compiled steps in the notation of XLA.
     """
 
     executor: Executor
     facts: ModelFacts
     codec: TextCodec
     grammars: GrammarCompiler | None = None
+    program_texts: Callable[[], Iterable[str]] = tuple
 
 
 def load_model(config: ServingConfig, report: Report) -> LoadedModel:
@@ -100,7 +102,9 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     )
     if facts.images is not None:
         codec = codec.with_image_token(facts.images.token_id)
-    return LoadedModel(executor, facts, codec, _grammars_of(directory, facts))
+    return LoadedModel(
+        executor, facts, codec, _grammars_of(directory, facts), executor.program_texts
+    )
 
 
 def _grammars_of(directory: Path, facts: ModelFacts) -> GrammarCompiler | None:

@@ -18,7 +18,7 @@ step that feeds tokens of a step in flight waits for those.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,10 @@ class JaxExecutor:
             KeyError: it is not among those that were compiled at the start.
         """
         return self._steps[kind, bucket]
+
+    def program_texts(self) -> Iterator[str]:
+        """The compiled steps in the notation of XLA; for traces."""
+        return (step.as_text() or "" for step in self._steps.values())
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step.

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.clock import Clock
 from serving.config import ServerOptions
-from serving.frontend import exposition
+from serving.frontend import exposition, operators
 from serving.frontend.body import BodyReader
 from serving.frontend.completions import CompletionCall
 from serving.frontend.conversion import ServedModel
@@ -72,6 +72,7 @@ def make_app(
             Route("/health", service.health, methods=["GET"]),
             Route("/ready", service.ready, methods=["GET"]),
             Route("/metrics", service.metrics, methods=["GET"]),
+            Route("/profile", service.profile, methods=["POST"]),
         ],
         exception_handlers={
             ApiError: _answer_api_error,
@@ -148,6 +149,12 @@ class _Service:
     async def metrics(self, request: HttpRequest) -> Response:
         page = exposition.render(self._gateway.metrics, await self._gateway.status())
         return Response(page, media_type=exposition.CONTENT_TYPE)
+
+    async def profile(self, request: HttpRequest) -> Response:
+        """Traces the next steps; the answer comes when the trace is written."""
+        operators.check_operator(request.client)
+        raw = await self._bodies.read(request)
+        return _json(await operators.capture_profile(raw, self._gateway))
 
     async def _generate(self, request: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
         return _Answer(await self._parsed(request, parse), self._gateway)

@@ -10,8 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.clock import Clock, s_of_ns
+from serving.core.profiling import ProfileCapture, ProfileRefusal
 from serving.core.request import FinishReason, Request, TokenDelta, TokenLogprob
 from serving.frontend.errors import ApiError, bad_request, unavailable
 from serving.nodes import messages
@@ -23,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT_S = 10.0
 STATUS_TIMEOUT_S = 1.0
+TRACE_WRITING_S = 90.0
+"""How long a worker may take for a trace after its last step."""
 
 
 @dataclass(slots=True)
@@ -171,7 +175,7 @@ class Gateway:
         self._clock = clock
         self._backlog_tokens_max = backlog_tokens_max
         self._open: dict[str, _Open] = {}
-        self._queries: dict[int, asyncio.Future[messages.WorkerStatus]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._num_queries = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -201,14 +205,29 @@ class Gateway:
 
     async def status(self) -> messages.WorkerStatus | None:
         """The worker's gauges, None when it does not answer in time."""
+        return await self._ask(messages.QueryStatus, STATUS_TIMEOUT_S)
+
+    async def profile(
+        self, num_steps: int, timeout_s: float
+    ) -> ProfileCapture | ProfileRefusal | None:
+        """A trace of the worker's next steps, None when it does not answer in time."""
+
+        def query(query_id: int) -> Message:
+            return messages.Profile(query_id, num_steps, timeout_s)
+
+        profiled = await self._ask(query, timeout_s + TRACE_WRITING_S)
+        return None if profiled is None else profiled.result
+
+    async def _ask(self, query: Callable[[int], Message], timeout_s: float) -> Any:
+        """The answer to a query that is made with a number of its own; None if there is none."""
         self._num_queries += 1
         query_id = self._num_queries
         future = asyncio.get_running_loop().create_future()
         self._queries[query_id] = future
-        self.outbox.send(self._worker, messages.QueryStatus(query_id))
+        self.outbox.send(self._worker, query(query_id))
         self.flush(self.node_id)
         try:
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
             return None
@@ -252,7 +271,7 @@ class Gateway:
                     entry.stream.fail(
                         ApiError(500, f"The engine failed; the log has more under {request_id}")
                     )
-            case messages.WorkerStatus(query_id):
+            case messages.WorkerStatus(query_id) | messages.Profiled(query_id):
                 future = self._queries.get(query_id)
                 if future is not None and not future.done():
                     future.set_result(message)

@@ -7,14 +7,22 @@ When a step fails or does not come back in time the device is taken as lost: eve
 with one `Failed`, and from then on new ones are refused. The worker never tries to go on, because
 after a failed step the donated caches are gone.
 
+Traces of steps are made by a profiler that waits on a thread of its own while steps run.
+
 A request with an output constraint waits until its grammar is compiled, which is done elsewhere.
 """
 
 from collections import deque
 from functools import partial
 
-from serving.clock import s_of_ns
+from serving.clock import ns_of_s, s_of_ns
 from serving.core.grammar import Grammar, GrammarCompiler
+from serving.core.profiling import (
+    ProfileCapture,
+    ProfileProblem,
+    Profiler,
+    ProfileRefusal,
+)
 from serving.core.request import QueueFullError, Request, RequestError, TokenDelta
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine
@@ -23,6 +31,9 @@ from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import NodeId, Outbox
 
 _WATCHDOG = "watchdog"
+
+_TRACE_WRITING_S = 60.0
+"""How long writing a trace may take after its last step."""
 
 COMPILING_MAX = 64
 """Requests whose grammars may be compiled at one time."""
@@ -34,6 +45,7 @@ class MeshWorker:
     `step_timeout_ns` is how long one step may take before the device counts as lost. It is
     noticed after one to two such spans, because one timer serves all steps. `grammars` compiles
     the constraints of requests, each within `grammar_timeout_ns`; None for a model without.
+    `profiler` makes traces; None makes none.
     """
 
     def __init__(
@@ -43,6 +55,7 @@ class MeshWorker:
         step_timeout_ns: int,
         grammars: GrammarCompiler | None = None,
         grammar_timeout_ns: int = 0,
+        profiler: Profiler | None = None,
     ) -> None:
         self.node_id = node_id
         self.outbox = Outbox()
@@ -50,6 +63,8 @@ class MeshWorker:
         self._step_timeout_ns = step_timeout_ns
         self._grammars = grammars
         self._grammar_timeout_ns = grammar_timeout_ns
+        self._profiler = profiler
+        self._profiling: dict[str, tuple[NodeId, int]] = {}
         self._compiling: dict[str, tuple[NodeId, Request]] = {}
         self._owners: dict[str, NodeId] = {}
         self._failure: str | None = None
@@ -63,8 +78,12 @@ class MeshWorker:
                 self._on_step_done(result)
             case messages.Submit(request):
                 self._on_submit(source, request)
+            case messages.Computed(key, value, error) if key in self._profiling:
+                self._on_traced(key, value, error)
             case messages.Computed(request_id, grammar, error):
                 self._on_grammar(request_id, grammar, error)
+            case messages.Profile(query_id, num_steps, timeout_s):
+                self._on_profile(source, query_id, num_steps, timeout_s)
             case messages.Abort(request_id):
                 self._on_abort(request_id)
             case messages.StepFailed(step_index, detail):
@@ -88,6 +107,24 @@ class MeshWorker:
             self._fail(f"step {watched} did not finish within {seconds:g} s")
         else:
             self._watch()
+
+    def _on_profile(self, source: NodeId, query_id: int, num_steps: int, timeout_s: float) -> None:
+        key = f"trace {query_id} of {source}"
+        if key in self._profiling:
+            return  # A duplicate: the first one is being served.
+        if self._profiler is None:
+            refusal = ProfileRefusal(ProfileProblem.OFF, "this worker makes no traces")
+            self.outbox.send(source, messages.Profiled(query_id, refusal))
+            return
+        self._profiling[key] = (source, query_id)
+        job = partial(self._profiler.capture, num_steps, timeout_s)
+        self.outbox.compute(key, job, ns_of_s(timeout_s + _TRACE_WRITING_S))
+
+    def _on_traced(self, key: str, value: object, error: str | None) -> None:
+        source, query_id = self._profiling.pop(key)
+        if not isinstance(value, ProfileCapture | ProfileRefusal):
+            value = ProfileRefusal(ProfileProblem.FAILED, f"the trace failed: {error}")
+        self.outbox.send(source, messages.Profiled(query_id, value))
 
     def _on_submit(self, source: NodeId, request: Request) -> None:
         request_id = request.request_id

@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass
 
+from serving.core.profiling import ProfileCapture, ProfileRefusal
 from serving.core.request import Request, TokenDelta
 from serving.core.step_plan import StepResult
 from serving.engine.engine import EngineStatus
@@ -109,6 +110,23 @@ class WorkerStatus:
     engine: EngineStatus
 
 
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Asks a worker for a trace of its next steps; `Profiled` with the same `query_id` follows."""
+
+    query_id: int
+    num_steps: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What came of asking for a trace."""
+
+    query_id: int
+    result: ProfileCapture | ProfileRefusal
+
+
 Message = (
     Submit
     | Admitted
@@ -122,4 +140,6 @@ Message = (
     | Crashed
     | QueryStatus
     | WorkerStatus
+    | Profile
+    | Profiled
 )

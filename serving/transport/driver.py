@@ -25,7 +25,8 @@ from serving.transport.in_process import InProcessNetwork
 
 _log = logging.getLogger(__name__)
 
-_COMPUTE_THREADS = 2
+_COMPUTE_THREADS = 3
+"""One of them may wait for the steps of a trace."""
 
 
 class SystemClock:

@@ -14,6 +14,7 @@ from serving.cluster import FRONTEND, MESH_WORKER, Environment, ModelFacts, buil
 from serving.config import ServingConfig
 from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
+from serving.engine.profiler import StepProfiler
 from serving.frontend.app import make_app
 from serving.frontend.conversion import ServedModel
 from serving.frontend.gateway import Gateway
@@ -32,6 +33,7 @@ FACTS = ModelFacts(
     images=ImageGeometry(318, 14, 3, 64, 1764),
 )
 GRAMMARS = GrammarCompiler((MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8"), 320, 1)
+PROGRAMS = ('HloModule jit_step\n  %a = f32[] sine(%x), metadata={op_name="jit(step)/moe/sin"}\n',)
 SMALL = {
     "engine.max_context": 512,
     "engine.num_blocks": 65,
@@ -81,7 +83,9 @@ class RunningService:
         self.gateway = Gateway(
             FRONTEND, MESH_WORKER, clock, ServiceMetrics(), self.config.server.backlog_tokens_max
         )
-        environment = Environment(clock, random.Random(1), self.executor, GRAMMARS)
+        folder = self.config.server.profile_dir
+        profiler = StepProfiler(self.executor, Path(folder) if folder else None, lambda: PROGRAMS)
+        environment = Environment(clock, random.Random(1), profiler, GRAMMARS, profiler)
         cluster = build(self.config, FACTS, environment, self.gateway)
         model = ServedModel(
             "tiny-v41",
@@ -105,3 +109,4 @@ class RunningService:
             self.url = f"http://127.0.0.1:{port}"
             self._started.set()
             await serving
+            profiler.close()

@@ -42,11 +42,11 @@ def test_configuration_reaches_the_executor(
     class Recorder:
         model_config = SimpleNamespace(vocab_size=320, max_position_embeddings=99, eos_token_id=1)
         image_geometry = ImageGeometry(318, 14, 3, 64, 1764)
-
         num_drafts = 5
         cache_directory = tmp_path / "compiled"
         identity = {"device": "recorder"}
         num_submitted = 0
+        program_texts = staticmethod(lambda: iter(["HloModule jit_step"]))
 
         def __init__(
             self, *arguments: object, report: object, engram: str, has_drafts: bool
@@ -87,6 +87,7 @@ def test_configuration_reaches_the_executor(
     report("a line")
     assert lines == ["a line"]
     assert isinstance(model.executor, Recorder)
+    assert list(model.program_texts()) == ["HloModule jit_step"]
     facts = model.facts
     assert (facts.vocab_size, facts.max_position_embeddings, facts.eos_token_id) == (320, 99, 1)
     assert model.codec.encode_text("a")

@@ -21,6 +21,7 @@ from serving.core.step_plan import LAST_SAMPLED
 from serving.engine import jax_executor, step_times
 from serving.engine.engine import Engine, EngineLimits, run_step
 from serving.engine.jax_executor import CacheTooLargeError, JaxExecutor
+from serving.engine.profiler import scopes_of
 from sharding.plan import ShardingError, load_plan
 
 BUCKETS = BucketTable(
@@ -201,6 +202,14 @@ def test_steps_are_timed(drafting_executor: JaxExecutor) -> None:
     assert samples == [PrefillSample(16, 128.0, 3.0), PrefillSample(16, 16 * 240 + 128.0, 3.0)]
     identity = drafting_executor.identity
     assert identity["device"].startswith("cpu ") and identity["has_drafts"] == "True"
+
+
+def test_every_part_of_the_model_has_a_scope(drafting_executor: JaxExecutor) -> None:
+    scopes = scopes_of(drafting_executor.program_texts())
+    assert scopes.keys() == {"jit_prefill_r2_t16_b2", "jit_decode_r3_t12_b2"}
+    parts = "embedding engram hyper_connections indexer compressor attention moe head sampling"
+    for program in scopes.values():
+        assert {*parts.split(), "draft", "draft/attention", "draft/moe"} <= set(program.values())
 
 
 def test_dispatching_a_step_waits_for_no_device(
