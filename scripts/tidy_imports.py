@@ -19,7 +19,7 @@ ARRAYS_ONLY = {"sharding", "pallas_kernels"}
 # Highest first. A module sees only lines below its own; names on one line do not see each other.
 SERVING_ORDER = (
     ("__main__",),
-    ("offline", "planner"),
+    ("offline", "planner", "simulate"),
     ("loading",),
     ("cluster",),
     ("frontend", "sim"),

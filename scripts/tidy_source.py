@@ -140,8 +140,9 @@ class Project:
         table = (
             tomllib.loads(described.read_text()).get("project", {}) if described.exists() else {}
         )
-        needed = _import_names(table.get("dependencies", []))
-        dev = _import_names(table.get("optional-dependencies", {}).get("dev", []))
+        extras = table.get("optional-dependencies", {})
+        needed = _import_names([*table.get("dependencies", []), *extras.get("plot", [])])
+        dev = _import_names(extras.get("dev", []))
         return cls(top_level, texts, needed, needed | dev)
 
     @functools.cached_property

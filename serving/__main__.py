@@ -1,8 +1,9 @@
-"""`python -m serving [run | generate | plan]`: the only door for flags and process settings.
+"""`python -m serving [run | generate | plan | simulate]`: the door for flags and process settings.
 
 `run`, the default, serves HTTP until SIGINT or SIGTERM: then readiness goes off, running requests
 finish within a time limit, and the process exits 0; a second signal ends it at once. `plan` counts
-a model without loading it. What is wrong with the input is one line on stderr and exit code 2.
+a model without loading it; `simulate` replays a trace on a fleet in virtual time. What is wrong
+with the input is one line on stderr and exit code 2.
 """
 
 import argparse
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from serving.loading import LoadedModel
 
 EXIT_BAD_INPUT = 2
-COMMANDS = ("run", "generate", "plan")
+COMMANDS = ("run", "generate", "plan", "simulate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "plan":
             return _plan(options)
+        if options.command == "simulate":
+            return _simulate(options)
         config = _config_of(options)
         _set_process_up()
         if options.command == "generate":
@@ -59,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         prog="python -m serving [run]",
         description="Serves a DeepSeek-V4.1-Flash checkpoint over HTTP until stopped.",
-        epilog="Other commands: generate (offline generation), plan (what a model takes); see "
-        "python -m serving generate --help.",
+        epilog="Other commands: generate (offline generation), plan (what a model takes), simulate "
+        "(a fleet in virtual time); see python -m serving generate --help.",
     )
     run.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     run.add_argument("--port", type=int, help="port to listen on (default 8000; 0: a free one)")
@@ -83,8 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--cache-format", choices=("kvq", "noq"), help="KV cache quantised (default) or not"
         )
+    simulate = commands.add_parser(
+        "simulate", description="Replays a trace on a fleet of GPUs in virtual time."
+    )
+    _add_simulate(simulate)
     for command in (run, generate):
         command.add_argument("--config", metavar="FILE", help="TOML file with serving options")
+    for command in (run, generate, simulate):
         command.add_argument(
             "--set",
             metavar="KEY=VALUE",
@@ -93,6 +101,23 @@ def _parser() -> argparse.ArgumentParser:
             help="change one option of the configuration, such as engine.max_context=8192",
         )
     return parser
+
+
+def _add_simulate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--trace", type=Path, required=True, help="trace file to replay")
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file with the fleet (default: of H200s)"
+    )
+    command.add_argument("--workers", metavar="NpMd", help="GPUs of each role, such as 64p64d")
+    command.add_argument("--policy", default="production", help="who gets a request")
+    command.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    command.add_argument("--rate", type=float, metavar="R", help="requests a second")
+    command.add_argument(
+        "--load", type=float, metavar="L", help="the same as a share of the balanced bound"
+    )
+    command.add_argument("--seconds", type=float, metavar="S", help="length (default: the trace)")
+    command.add_argument("--report", type=Path, metavar="R.json", help="write all figures here")
+    command.add_argument("--plot", type=Path, metavar="R.png", help="draw loads over time here")
 
 
 def _config_of(options: argparse.Namespace) -> ServingConfig:
@@ -175,6 +200,27 @@ def _plan(options: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"{options.json}: cannot be written ({error.strerror})") from None
     _say(plan.text())
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from serving.simulate import SimulateOptions, simulate, summary
+    from serving.transport.driver import SystemClock
+
+    given = SimulateOptions(
+        trace=options.trace,
+        config=options.config,
+        changes=tuple(options.set),
+        workers=options.workers,
+        policy=options.policy,
+        seed=options.seed,
+        rate_rps=options.rate,
+        load=options.load,
+        duration_s=options.seconds,
+        report=options.report,
+        plot=options.plot,
+    )
+    _say(summary(simulate(given, SystemClock())))
     return 0
 
 

@@ -51,6 +51,10 @@ class DecodePolicy(Protocol):
         """A request has left its worker."""
         ...
 
+    def is_current(self, dispatch: DecodeDispatch) -> bool:
+        """Whether the worker has not gone since: what is reserved there is still reserved."""
+        ...
+
     def set_available(self, worker: int, is_available: bool) -> None:
         """A worker has come or gone. One that is gone has nothing left."""
         ...
@@ -117,10 +121,14 @@ class DecodeLoads(ABC):
     def finished(self, dispatch: DecodeDispatch) -> None:
         """A request has left its worker. Of a worker that went away nothing is left."""
         worker = dispatch.worker
-        if dispatch.generation == self._generations[worker]:
+        if self.is_current(dispatch):
             self._num_requests[worker] -= 1
             self._num_tokens[worker] -= dispatch.num_tokens
             assert self._num_requests[worker] >= 0, f"worker {worker} has lost a request too many"
+
+    def is_current(self, dispatch: DecodeDispatch) -> bool:
+        """Whether the worker has not gone since: what is reserved there is still reserved."""
+        return dispatch.generation == self._generations[dispatch.worker]
 
     def set_available(self, worker: int, is_available: bool) -> None:
         """A worker has come or gone. One that is gone has nothing left."""

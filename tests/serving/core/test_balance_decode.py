@@ -82,7 +82,9 @@ def test_a_worker_that_is_gone_gets_nothing_and_owes_nothing() -> None:
     pool.set_available(lost.worker, False)
     assert {pool.choose(100).worker for _ in range(3)} == {1 - lost.worker}
     pool.set_available(lost.worker, True)
-    assert pool.choose(100).worker == lost.worker
+    fresh = pool.choose(100)
+    assert fresh.worker == lost.worker
+    assert pool.is_current(fresh) and not pool.is_current(lost)
     pool.finished(lost)  # Late, from its earlier life.
     assert pool.num_requests[lost.worker] == 1
     assert pool.num_tokens[lost.worker] == 100
