@@ -270,6 +270,7 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
     """Serves until a signal has come and running requests have finished."""
     from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
     from serving.engine.profiler import StepProfiler
+    from serving.engine.step_times import TimedExecutor
     from serving.frontend.app import make_app
     from serving.frontend.conversion import ServedModel
     from serving.frontend.gateway import Gateway
@@ -282,8 +283,9 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
         FRONTEND, MESH_WORKER, clock, ServiceMetrics(), config.server.backlog_tokens_max
     )
     folder = config.server.profile_dir
+    executor = TimedExecutor(model.executor, clock.now_ns)
     profiler = StepProfiler(
-        model.executor, Path(folder).expanduser() if folder else None, model.program_texts
+        executor, Path(folder).expanduser() if folder else None, model.program_texts
     )
     environment = Environment(clock, random.Random(), profiler, model.grammars, profiler)
     cluster = build(config, model.facts, environment, gateway)

@@ -36,10 +36,12 @@ from serving.core.request import (
     TokenLogprob,
 )
 from serving.engine.engine import run_step
+from serving.engine.step_times import TimedExecutor
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
 from serving.frontend.images import EncodedPrompt, ImageReader, check_image_parts
 from serving.loading import LoadedModel, load_model
+from serving.transport.driver import SystemClock
 from sharding.config_file import override
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
@@ -123,6 +125,7 @@ class LLM:
         self._model = model
         self._context_max = config.engine.max_context
         self._images = ImageReader(model.facts.images, config.images)
+        self._executor = TimedExecutor(model.executor, SystemClock().now_ns)
         options = replace(config.engine, waiting_max=_WAITING_MAX)
         self._engine = make_engine(options, model.facts, random.Random())
 
@@ -268,7 +271,7 @@ class LLM:
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
                 while engine.has_work:
-                    for delta in run_step(engine, self._model.executor):
+                    for delta in run_step(engine, self._executor):
                         collected[delta.request_id].add(delta)
                         bar.update(delta.finish_reason is not None)
             finally:

@@ -38,13 +38,18 @@ def choose_rows(table: RunningTable, buckets: BucketTable) -> np.ndarray:
 
 
 def choose_lengths(
-    table: RunningTable, buckets: BucketTable, rows: np.ndarray, step_ms: Mapping[Bucket, float]
+    table: RunningTable,
+    buckets: BucketTable,
+    rows: np.ndarray,
+    step_ms: Mapping[Bucket, float],
+    slope_ms: float = 0.0,
 ) -> np.ndarray:
     """Tokens of each of the rows in the next decode step, [N] int32: its last one and drafts.
 
     Args:
         rows: [N], what `choose_rows` gave; they may get free blocks.
         step_ms: time of each decode bucket; while one is not known all drafts are verified.
+        slope_ms: how much longer steps take, for each token of their bucket.
     """
     num_rows, drafts_max = len(rows), table.confidences.shape[1]
     if not drafts_max:
@@ -65,7 +70,7 @@ def choose_lengths(
         reach = table.claim_free(int(rows[index]), int(ends[index] + num_drafts[index]))
         num_drafts[index] = min(num_drafts[index], reach - ends[index])
     width = table.blocks_for(ends + num_drafts).max()
-    cost = _step_cost([b for b in fitting if b.num_blocks >= width], step_ms)
+    cost = _step_cost([b for b in fitting if b.num_blocks >= width], step_ms, slope_ms)
     rounds = table.num_rounds[rows]
     before = survival_rates(table.confidences_before[rows], rounds > 1, num_drafts)
     newest = survival_rates(table.confidences[rows], rounds > 0, num_drafts)
@@ -73,7 +78,9 @@ def choose_lengths(
     return share_rows(newest, num_drafts, total)
 
 
-def _step_cost(buckets: list[Bucket], step_ms: Mapping[Bucket, float]) -> StepCost | None:
+def _step_cost(
+    buckets: list[Bucket], step_ms: Mapping[Bucket, float], slope_ms: float
+) -> StepCost | None:
     """Time by number of tokens; None if a bucket was not measured."""
     times: dict[int, float] = {}
     for bucket in buckets:
@@ -82,7 +89,7 @@ def _step_cost(buckets: list[Bucket], step_ms: Mapping[Bucket, float]) -> StepCo
         size = bucket.num_tokens
         times[size] = min(step_ms[bucket], times.get(size, np.inf))
     sizes = sorted(times)
-    return StepCost(tuple(sizes), tuple(times[size] for size in sizes))
+    return StepCost(tuple(sizes), tuple(times[size] for size in sizes), slope_ms)
 
 
 def _grow(table: RunningTable, rows: np.ndarray, growing: np.ndarray) -> np.ndarray:

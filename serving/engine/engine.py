@@ -30,6 +30,7 @@ from serving.core import decode_scheduler, prefill_scheduler, step_controls
 from serving.core.admission import EngineLimits, check_limits, check_request, length_max
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import controls_of
+from serving.core.cost_correction import CostCorrection
 from serving.core.grammar import Grammar
 from serving.core.prefill_scheduler import PrefillBudget, WaitingQueue
 from serving.core.prefix import root_key
@@ -53,7 +54,8 @@ class EngineStatus:
     Blocks that a step in flight still uses are not free, even if their sequence is over.
     `num_cached_blocks` are the free ones that hold a prefix, `num_snapshots` the prefixes that
     can be gone on from. `num_steps` and `num_preemptions` count since the start, and so do
-    `num_verified` and `num_accepted`: drafts by their place after the last token.
+    `num_verified` and `num_accepted`: drafts by their place after the last token. `slope_ms` is how
+    much longer decode steps take than was measured at the start, for each token of their bucket.
     """
 
     num_waiting: int
@@ -70,6 +72,7 @@ class EngineStatus:
     num_snapshots: int = 0
     num_verified: tuple[int, ...] = ()
     num_accepted: tuple[int, ...] = ()
+    slope_ms: float = 0.0
 
     @property
     def num_running(self) -> int:
@@ -96,7 +99,8 @@ class Engine:
 
     Args:
         random_source: of the seeds of requests without one.
-        step_ms: measured time of decode buckets, which decides how many drafts are verified.
+        step_ms: measured time of decode buckets, which decides how many drafts are verified. It is
+            corrected by the times that come with results.
         prefill_budget: the time that a prefill step may take; None for no limit.
 
     Raises:
@@ -116,6 +120,7 @@ class Engine:
         self.buckets = buckets
         self._random = random_source
         self._step_ms = step_ms or {}
+        self._correction = CostCorrection(self._step_ms)
         self._prefill_budget = prefill_budget
         self._num_verified = np.zeros(limits.num_drafts, np.int64)
         self._num_accepted = np.zeros(limits.num_drafts, np.int64)
@@ -243,6 +248,8 @@ class Engine:
         """
         plan = self._check_result(result)
         self._in_flight.popleft()
+        if result.elapsed_ms is not None and plan.kind is StepKind.DECODE:
+            self._correction.observe(plan.bucket, result.elapsed_ms)
         table = self._table
         is_running = table.sequence_ids[plan.slots] == plan.sequence_ids
         rows, counts = plan.slots[is_running], plan.num_tokens[is_running]
@@ -298,6 +305,7 @@ class Engine:
             num_snapshots=table.prefixes.num_used_snapshots,
             num_verified=tuple(self._num_verified.tolist()),
             num_accepted=tuple(self._num_accepted.tolist()),
+            slope_ms=self._correction.slope_ms,
         )
 
     def _plan_prefill(self) -> StepPlan | None:
@@ -337,7 +345,9 @@ class Engine:
         if not len(rows):
             return None
         table = self._table
-        num_tokens = decode_scheduler.choose_lengths(table, self.buckets, rows, self._step_ms)
+        num_tokens = decode_scheduler.choose_lengths(
+            table, self.buckets, rows, self._step_ms, self._correction.slope_ms
+        )
         token_ids = np.zeros(num_tokens.sum(), np.int32)
         is_known = table.num_in_flight[rows] == 0
         firsts = np.cumsum(num_tokens) - num_tokens

@@ -1,16 +1,18 @@
-"""Measures how long compiled steps take, before the first request.
+"""Measures how long compiled steps take, before the first request and while they run.
 
-Steps are full, and their rows lie in the padding slot and the padding block, where every step may
+Before it, steps are full, and their rows lie in the padding slot and the padding block, where every step may
 write, so nothing that matters is touched.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from serving.core.buckets import Bucket, StepKind
 from serving.core.cost import PrefillSample, num_pairs
-from serving.core.step_plan import StepPlan
+from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.engine import Executor
 
 _TIMED_STEPS = 5
@@ -84,3 +86,31 @@ def _full_step(kind: StepKind, bucket: Bucket, num_rows: int, num_before: int) -
         top_ps=np.ones(num_rows, np.float32),
         seeds=rows.astype(np.int64),
     )
+
+
+class TimedExecutor:
+    """An executor around another one, whose results say how long their steps took.
+
+    Steps run one after another, so a step has the device for itself from its dispatch, or from
+    the end of the step before if that is later. Submitting and collecting may be on two threads.
+    """
+
+    def __init__(self, executor: Executor, now_ns: Callable[[], int]) -> None:
+        self._executor = executor
+        self._now_ns = now_ns
+        self._begun_ns: deque[int] = deque()
+        self._ended_ns = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        """Dispatch a step."""
+        begun_ns = self._now_ns()
+        self._executor.submit(plan)
+        self._begun_ns.append(begun_ns)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted step."""
+        result = self._executor.collect()
+        now_ns = self._now_ns()
+        elapsed_ns = now_ns - max(self._begun_ns.popleft(), self._ended_ns)
+        self._ended_ns = now_ns
+        return replace(result, elapsed_ms=elapsed_ns / 1e6)

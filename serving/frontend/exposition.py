@@ -72,6 +72,7 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
         "kv_blocks_cached": ("KV blocks nobody holds, with a prefix", engine.num_cached_blocks),
         "prefix_snapshots": ("Prefixes that can be gone on from", engine.num_snapshots),
         "kv_cache_usage_ratio": ("Share of KV blocks held", num_used / engine.num_blocks),
+        "decode_ms_per_token_over_measured": ("Time of steps beyond start-up's", engine.slope_ms),
         "state_slots": ("State slots in the pool", engine.num_slots),
         "state_slots_free": ("State slots nobody holds", engine.num_free_slots),
     }

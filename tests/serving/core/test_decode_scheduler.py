@@ -134,6 +134,17 @@ def test_rows_that_are_not_worth_their_time_are_not_verified() -> None:
     assert lengths_of(table, *buckets, step_ms={small: 1.0, large: 2.1}) == [1, 1]
 
 
+def test_a_correction_makes_larger_steps_dearer() -> None:
+    table = make_table([5, 9], num_drafts=5)
+    table.num_rounds[1:3] = 2
+    table.confidences[1:3] = table.confidences_before[1:3] = 0.5
+    small, large = Bucket(2, 2, 64), Bucket(2, 12, 64)
+    buckets = make_buckets(small, large)
+    rows, step_ms = choose_rows(table, buckets), {small: 1.0, large: 1.1}
+    for slope_ms, expected in ((0.0, [6, 6]), (-1.0, [6, 6]), (1.0, [1, 1])):
+        assert choose_lengths(table, buckets, rows, step_ms, slope_ms).tolist() == expected
+
+
 def test_the_total_comes_from_the_round_before_and_the_shares_from_the_newest() -> None:
     table = make_table([5, 9], num_drafts=5)
     table.num_rounds[1:3] = 2

@@ -5,6 +5,7 @@ and tokens beside those of an engine without drafts; random traces are in the te
 asynchronous steps.
 """
 
+import dataclasses
 import random
 
 import numpy as np
@@ -104,6 +105,29 @@ def test_measured_times_decide_how_many_drafts_are_verified() -> None:
     # One row leaves room for three drafts in the step of four tokens, which costs the same.
     assert num_verified[1][2] > 0
     assert num_verified[1][3:] == (0, 0)
+
+
+def test_times_of_running_steps_correct_the_measured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = make_limits(num_drafts=5)
+    checked = CheckedEngine(limits, BUCKETS)
+    step_ms = {bucket: 1.0 for _, bucket in BUCKETS}
+    checked.engine = Engine(limits, BUCKETS, random.Random(5), step_ms)
+    collect = checked.device.collect
+    monkeypatch.setattr(
+        checked.device, "collect", lambda: dataclasses.replace(collect(), elapsed_ms=1000.0)
+    )
+    for salt in range(9):
+        checked.admit(prompt_of(5, salt), LONG)
+        if salt % 3 == 2:
+            checked.drain()
+    first = checked.engine.status()
+    assert first.num_verified[4] > 0 and first.slope_ms > 40
+    checked.admit(prompt_of(5, 4), LONG)
+    checked.drain()
+    # Now a larger step costs as much more as it is larger, so only a full small one is worth it.
+    last = checked.engine.status()
+    assert last.num_verified[2] > first.num_verified[2]
+    assert last.num_verified[3:] == first.num_verified[3:]
 
 
 def test_results_must_have_room_for_drafts() -> None:

@@ -1,6 +1,8 @@
 """Goal: what is measured are full steps of every shape, at both ends of the context, that touch
 nothing but padding.
 
+Later, what is measured of a step is its own time and not that of the one before.
+
 Method: a recorder of plans with a clock that moves as it is told. The steps of the real model are
 timed in the tests of its executor.
 """
@@ -13,7 +15,13 @@ from serving.core.buckets import Bucket, StepKind
 from serving.core.cost import PrefillSample
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.packing import pack
-from serving.engine.step_times import decode_step_ms, prefill_places, prefill_samples
+from serving.engine.step_times import (
+    TimedExecutor,
+    decode_step_ms,
+    prefill_places,
+    prefill_samples,
+)
+from tests.serving.scripted import ScriptedExecutor
 
 
 class Recorder:
@@ -68,3 +76,17 @@ def test_only_padding_is_written() -> None:
         packed = pack(plan)
         assert packed.num_tokens_total == plan.bucket.num_tokens
         assert not packed.slots.any() and not packed.block_tables.any()
+
+
+def test_a_step_counts_from_its_dispatch_or_from_the_end_of_the_one_before() -> None:
+    times = iter([0, 1_000_000, 5_000_000, 8_000_000, 20_000_000, 21_500_000])
+    timed = TimedExecutor(ScriptedExecutor(lambda position: position), lambda: next(times))
+    recorder = Recorder()
+    decode_step_ms(recorder, [Bucket(1, 1, 1)], lambda: 0)
+    plan = recorder.plans[0]
+    # Two in flight: dispatched at 0 and 1 ms, over at 5 and 8 ms. Then one alone.
+    timed.submit(plan)
+    timed.submit(plan)
+    assert [timed.collect().elapsed_ms for _ in range(2)] == [5.0, 3.0]
+    timed.submit(plan)
+    assert timed.collect().elapsed_ms == 1.5

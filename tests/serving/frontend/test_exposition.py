@@ -25,6 +25,7 @@ ENGINE = EngineStatus(
     num_snapshots=6,
     num_verified=(30, 20),
     num_accepted=(25, 9),
+    slope_ms=0.125,
 )
 
 
@@ -59,6 +60,7 @@ def test_counters_gauges_and_histograms() -> None:
     assert found["deepinfer_preemptions_total"] == 1
     assert found["deepinfer_engine_up"] == 1
     assert found["deepinfer_kv_blocks_cached"] == 2 and found["deepinfer_prefix_snapshots"] == 6
+    assert found["deepinfer_decode_ms_per_token_over_measured"] == 0.125
     assert found["deepinfer_drafts_verified_total{position=0}"] == 30
     assert found["deepinfer_drafts_accepted_total{position=1}"] == 9
 
