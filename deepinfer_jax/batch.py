@@ -64,6 +64,11 @@ class StepShape:
         """Tokens that the step samples."""
         return self.num_tokens if self.samples_every_token else self.num_rows
 
+    def num_sampled(self, batch: "StepBatch") -> jax.Array:
+        """[] int32, how many of those belong to real tokens or rows; they are the first ones."""
+        counts = batch.num_tokens
+        return jnp.sum(counts if self.samples_every_token else counts > 0, dtype=jnp.int32)
+
 
 class StepBatch(NamedTuple):
     """One step. Padding tokens have `row_index` R; padding rows have `num_tokens` 0.

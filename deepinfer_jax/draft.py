@@ -46,11 +46,13 @@ _SCORE_MAX = 60.0
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """How the confidence head is read. Properties of the way a draft module was trained.
+    """How drafts are drawn, and how the confidence head is read, which depends on its training.
 
     Attributes:
         calibration: temperatures that divide the confidence scores, one for all drafts or one
             for each.
+        is_coupled: a draft is drawn with the random number of the token that it stands for, for
+            steps that accept only what is sampled anyway.
         reads_normalised: the head reads the hidden state after the final norm, as some training
             code has it, and not before it, as published.
 
@@ -60,6 +62,7 @@ class DraftSettings:
 
     calibration: tuple[float, ...] = (1.0,)
     reads_normalised: bool = False
+    is_coupled: bool = False
 
     def __post_init__(self) -> None:
         if not self.calibration or not all(t > 0 for t in self.calibration):
@@ -307,15 +310,13 @@ def _heads(
         # Rounded as the cache keeps them, for the distribution must be the one drawn from.
         logits = base_logits + step.product(before, module.markov_head)
         logits = logits.astype(step.precision.compute_dtype)
-        following, probability = ops.propose_tokens(
-            logits,
-            rows.temperatures,
-            rows.top_ks,
-            rows.top_ps,
-            rows.seeds,
-            rows.positions + 1,
-            rows.positions + 2 + number,
-        )
+        asked = (logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.seeds)
+        position = rows.positions + 2 + number
+        if settings.is_coupled:
+            following = ops.sample_tokens(*asked, position)
+            probability = jnp.ones(following.shape, jnp.float32)
+        else:
+            following, probability = ops.propose_tokens(*asked, rows.positions + 1, position)
         both = jnp.concatenate([h.astype(jnp.float32), before], axis=-1)
         score = step.product(both, module.confidence_proj)[:, 0]
         return following, (following, probability, logits, score)

@@ -43,13 +43,17 @@ class Weights(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The static side of a model: everything that is not an array."""
+    """The static side of a model: everything that is not an array.
+
+    Steps run in tiles of `tile_tokens` tokens (see `tiles.py`); 0 runs all tokens at once.
+    """
 
     config: ModelConfig
     topology: Topology
     engram: EngramTables
     precision: Precision
     draft: DraftSettings = DraftSettings()
+    tile_tokens: int = 0
 
 
 def forward(

@@ -14,6 +14,7 @@ from deepinfer_jax.batch import StepBatch, StepShape, TokenView
 from deepinfer_jax.controls import Controls, Settings
 from deepinfer_jax.layers.hyper_connections import Residual
 from deepinfer_jax.model import Model, Weights, logits
+from deepinfer_jax.tiles import map_tiles
 
 TOP_LOGPROBS_MAX = 20
 """The most likely tokens that are reported for each token, besides itself."""
@@ -81,7 +82,9 @@ def report(
     """
     settings = Settings.unpack(controls.settings, shape)
     with jax.named_scope("logprobs"):
-        sampled = _where_wanted(settings.reports[0] > 0, lambda: logprobs(target, tokens))
+        sampled = _where_wanted(
+            settings.reports[0] > 0, lambda: _of_sampled(model, batch, shape, target, tokens)
+        )
         if shape.samples_every_token:
             return ReportedResult(values, sampled, None)
         prompt = _where_wanted(
@@ -99,6 +102,16 @@ def emitted_after(batch: StepBatch, num_accepted: jax.Array, following: jax.Arra
     return jnp.where(is_draft, jnp.roll(batch.token_ids, -1), following[view.row])
 
 
+def _of_sampled(
+    model: Model, batch: StepBatch, shape: StepShape, target: jax.Array, tokens: jax.Array
+) -> Logprobs:
+    if not model.tile_tokens:
+        return logprobs(target, tokens)
+    num_sampled = shape.num_sampled(batch)
+    pairs = (target, tokens)
+    return map_tiles(lambda pair: logprobs(*pair), pairs, model.tile_tokens, num_sampled)
+
+
 def _of_prompt(
     model: Model, weights: Weights, residual: Residual, batch: StepBatch, settings: Settings
 ) -> Logprobs:
@@ -109,12 +122,15 @@ def _of_prompt(
     following = jnp.where(is_last, settings.next_tokens[view.row], jnp.roll(batch.token_ids, -1))
     # Some are no tokens: images, and what follows rows that want nothing. Neither is looked at.
     following = jnp.maximum(following, 0)
-    size = min(_PROMPT_CHUNK, num_tokens)
-    index = jnp.minimum(jnp.arange(-(-num_tokens // size) * size), num_tokens - 1)
 
     def of_piece(index: jax.Array) -> Logprobs:
         return logprobs(logits(model, weights, residual, index), following[index])
 
+    if model.tile_tokens:
+        every = jnp.arange(num_tokens)
+        return map_tiles(of_piece, every, model.tile_tokens, jnp.sum(batch.num_tokens))
+    size = min(_PROMPT_CHUNK, num_tokens)
+    index = jnp.minimum(jnp.arange(-(-num_tokens // size) * size), num_tokens - 1)
     pieces = jax.lax.map(of_piece, index.reshape(-1, size))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:num_tokens], pieces)
 

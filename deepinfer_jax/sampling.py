@@ -52,3 +52,25 @@ def accept(logits: jax.Array, batch: StepBatch, draft: DraftCache) -> tuple[jax.
             batch.seeds,
             batch.starts + 1,
         )
+
+
+def accept_equal(
+    tokens: jax.Array, batch: StepBatch, draft: DraftCache
+) -> tuple[jax.Array, jax.Array]:
+    """`accept` of drafts that are what `sample` chose anyway, [R] int32 each.
+
+    The text is the one without drafts, token for token, whatever is drafted and however much of it
+    is verified. Where tokens are drawn at random, drafts that were drawn with the same random
+    numbers are accepted often (Daliri et al., 2024, drafter-invariant speculative decoding).
+
+    Args:
+        tokens: [T] int32, sampled after every token of the step.
+    """
+    num_tokens, drafts_max = tokens.shape[0], draft.tokens.shape[1]
+    first = jnp.cumsum(batch.num_tokens) - batch.num_tokens
+    number = jnp.arange(drafts_max, dtype=jnp.int32)[None, :]
+    is_draft = number < batch.num_tokens[:, None] - 1
+    judge = jnp.minimum(first[:, None] + number, num_tokens - 1)
+    is_equal = is_draft & (tokens[judge] == draft.tokens[batch.slots])
+    num_accepted = jnp.sum(jnp.cumprod(is_equal.astype(jnp.int32), axis=1), axis=1)
+    return num_accepted, tokens[jnp.minimum(first + num_accepted, num_tokens - 1)]

@@ -5,14 +5,17 @@ results and the cache. The cache is donated, so it is updated in place. With roo
 cache, the steps are speculative: a decode step verifies waiting drafts, and every step drafts anew.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepinfer_jax import tiles
 from deepinfer_jax.batch import (
     StepBatch,
     StepShape,
@@ -22,17 +25,27 @@ from deepinfer_jax.batch import (
     last_tokens,
     start_at_lengths,
 )
-from deepinfer_jax.cache import KVCache, copy_slots
+from deepinfer_jax.cache import DraftCache, KVCache, copy_slots
 from deepinfer_jax.controls import Controls, adjusted
 from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
+from deepinfer_jax.layers.hyper_connections import Residual
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, no_probe
 from deepinfer_jax.model import Model, Weights, forward, logits, upper_batch
 from deepinfer_jax.reports import ReportedResult, emitted_after, report
-from deepinfer_jax.sampling import accept, sample
+from deepinfer_jax.sampling import accept, accept_equal, sample
 
 CompiledStep = jax.stages.Compiled
 """Takes weights, buffer and cache, and by name whatever else it was compiled with; returns results
 and the cache."""
+
+Watch = Callable[[str], AbstractContextManager[None]]
+"""Opened with the name of a program around its compilation."""
+
+
+def no_watch(name: str) -> AbstractContextManager[None]:
+    """Looks at nothing."""
+    return contextlib.nullcontext()
+
 
 _COMPILE_THREADS = 2
 """XLA releases the interpreter while it compiles, but one program already uses several cores."""
@@ -61,25 +74,17 @@ def run_step(
         after padding), one after each row's last token for a prefill step. And the cache.
     """
     batch = feed_sampled(StepBatch.unpack(buffer, shape), cache.sampled)
-    residual, cache = forward(
-        model,
-        weights,
-        cache,
-        batch,
-        image_features=image_features,
-        engram_rows=engram_rows,
-        replay=shape.replay,
-    )
+    residual, cache = _layers(model, shape, weights, cache, batch, image_features, engram_rows)
     batch = upper_batch(batch, shape.replay)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
     else:
         token_index = last_tokens(batch)
-    target = logits(model, weights, residual, token_index)
+    target = _logits(model, shape, weights, residual, batch, token_index)
     adapted = target
     if controls is not None:
         adapted = adjusted(target, batch, token_index, shape, controls)
-    tokens = sample(adapted, batch, token_index)
+    tokens = _sample(model, shape, adapted, batch, token_index)
     newest = tokens[last_tokens(batch)] if shape.samples_every_token else tokens
     cache = cache._replace(sampled=keep_sampled(batch, newest, cache.sampled))
     if controls is None:
@@ -149,22 +154,22 @@ def run_speculative_step(
     if shape.samples_every_token:
         batch = feed_sampled(start_at_lengths(batch, waiting.lengths), cache.sampled)
         batch = fill_drafts(batch, waiting)
-    residual, cache = forward(
-        model, weights, cache, batch, probe, image_features, engram_rows, shape.replay
+    residual, cache = _layers(
+        model, shape, weights, cache, batch, image_features, engram_rows, probe
     )
     batch = upper_batch(batch, shape.replay)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
     else:
         token_index = last_tokens(batch)
-    judged = target = logits(model, weights, residual, token_index)
+    judged = target = _logits(model, shape, weights, residual, batch, token_index)
     if controls is not None:
         judged = adjusted(target, batch, token_index, shape, controls)
     if shape.samples_every_token:
-        accepted, following = accept(judged, batch, waiting)
+        accepted, following = _accept(model, shape, judged, batch, token_index, waiting)
         num_kept, emitted = accepted + 1, emitted_after(batch, accepted, following)
     else:
-        emitted = following = sample(judged, batch, token_index)
+        emitted = following = _sample(model, shape, judged, batch, token_index)
         accepted, num_kept = jnp.zeros_like(following), batch.num_tokens
     probe("logits", target)
     assert cache.draft is not None
@@ -181,6 +186,67 @@ def run_speculative_step(
         return results, cache
     more = (model, weights, residual, batch, shape, controls)
     return report(results, emitted, target, *more), cache
+
+
+def _layers(
+    model: Model,
+    shape: StepShape,
+    weights: Weights,
+    cache: KVCache,
+    batch: StepBatch,
+    image_features: jax.Array | None,
+    engram_rows: jax.Array | None,
+    probe: Probe = no_probe,
+) -> tuple[Residual, KVCache]:
+    """All layers, over all tokens at once or in tiles. Raises ValueError for a replay in tiles."""
+    if not model.tile_tokens:
+        return forward(
+            model, weights, cache, batch, probe, image_features, engram_rows, shape.replay
+        )
+    if shape.replay is not None:
+        raise ValueError(f"{shape.name} replays; steps in tiles run every token in every layer")
+    return tiles.forward(model, weights, cache, batch, image_features, engram_rows)
+
+
+def _logits(
+    model: Model,
+    shape: StepShape,
+    weights: Weights,
+    residual: Residual,
+    batch: StepBatch,
+    token_index: jax.Array,
+) -> jax.Array:
+    def some(index: jax.Array) -> jax.Array:
+        return logits(model, weights, residual, index)
+
+    if not model.tile_tokens:
+        return some(token_index)
+    return tiles.map_tiles(some, token_index, model.tile_tokens, shape.num_sampled(batch))
+
+
+def _sample(
+    model: Model, shape: StepShape, adapted: jax.Array, batch: StepBatch, token_index: jax.Array
+) -> jax.Array:
+    def some(arrays: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return sample(arrays[0], batch, arrays[1])
+
+    arrays = (adapted, token_index)
+    if not model.tile_tokens:
+        return some(arrays)
+    return tiles.map_tiles(some, arrays, model.tile_tokens, shape.num_sampled(batch))
+
+
+def _accept(
+    model: Model,
+    shape: StepShape,
+    judged: jax.Array,
+    batch: StepBatch,
+    token_index: jax.Array,
+    waiting: DraftCache,
+) -> tuple[jax.Array, jax.Array]:
+    if not model.draft.is_coupled:
+        return accept(judged, batch, waiting)
+    return accept_equal(_sample(model, shape, judged, batch, token_index), batch, waiting)
 
 
 def _remember(
@@ -258,27 +324,24 @@ def compile_steps(
     image_features: Any = None,
     engram_row_shape: tuple[int, ...] | None = None,
     token_counts: Any = None,
+    watch: Watch = no_watch,
 ) -> dict[StepShape, CompiledStep]:
     """Compile all shapes, two at a time; `report(done, total)` is called as they finish.
 
-    The other arguments are those of `compile_step`.
+    `watch` is open around each of them, on its thread. The other arguments are those of
+    `compile_step`.
     """
+
+    def compile_one(shape: StepShape) -> CompiledStep:
+        with watch(shape.name):
+            return compile_step(
+                model, shape, weights, cache, image_features, engram_row_shape, token_counts
+            )
+
     wanted = list(dict.fromkeys(shapes))
     compiled: dict[StepShape, CompiledStep] = {}
     with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-        futures = {
-            pool.submit(
-                compile_step,
-                model,
-                s,
-                weights,
-                cache,
-                image_features,
-                engram_row_shape,
-                token_counts,
-            ): s
-            for s in wanted
-        }
+        futures = {pool.submit(compile_one, shape): shape for shape in wanted}
         for future in as_completed(futures):
             compiled[futures[future]] = future.result()
             if report is not None:

@@ -1,12 +1,21 @@
-"""How much the engine adds to the compiled decode step.
+"""What the engine adds to the compiled steps, and what its ways of running them are worth.
 
-For 1, 8 and 32 sequences, in turn on the same machine in one run: the compiled decode step alone
-in a loop, waiting for each result, and the engine's whole decode step around it (plan, pack,
-submit, collect, commit). Both run in the same bucket at nearly the same context. Rounds of the two
-alternate, and the figure is the median over rounds of the quotient of their mean times, so a
-machine whose speed drifts shifts both.
+Four parts, each with two things in turn on the same machine in one run:
 
-    python scripts/bench_engine.py [--model DIR] [--steps N] [--rounds N] [--json FILE]
+- `raw`: for 1, 8 and 32 sequences, the compiled decode step alone in a loop, waiting for each
+  result, and the engine's whole decode step around it (plan, pack, submit, collect, commit), in the
+  same bucket at nearly the same context: `engine_over_raw_N`.
+- `drafts`: tokens per second with drafts over without, at 1, 8 and 32 sequences
+  (`dspark_speedup_N`), and with as many drafts verified as are worth their time over always all
+  (`scheduled_over_fixed_32`).
+- `invariance`: time per token of batch invariant steps over that of others, at 1, 8 and 32
+  sequences: `batch_invariant_cost_N`; `batch_invariant_cost` is the one for 32.
+- `grammar`: host time of a constrained token: `grammar_us_per_token`.
+
+A figure is the median over alternating rounds of the quotient of their times, so a machine whose
+speed drifts shifts both.
+
+    python scripts/bench_engine.py [--model DIR] [--parts P ...] [--rounds N] [--json FILE]
 """
 
 import argparse
@@ -21,6 +30,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import bench_grammar
+from scripts.bench_pairs import Way, speed_ratio
+from scripts.tiny_model.evaluation import make_cases
+from scripts.tiny_model.prompts import Codec
 from serving.cluster import make_engine
 from serving.config import ServingConfig, load_config
 from serving.core.buckets import StepKind
@@ -34,32 +50,101 @@ from sharding.config_file import override
 
 BATCH_SIZES = (1, 8, 32)
 PROMPT_TOKENS = 32
+PARTS = ("raw", "drafts", "invariance", "grammar")
+DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "deepinfer_jax" / "checkpoints" / "small-v41"
+
+Figures = dict[str, float]
 
 
 def main() -> None:
-    """Measures, prints a table and writes the figures."""
+    """Measures, prints tables and writes the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="", help="checkpoint directory (default: the small one)")
-    parser.add_argument("--steps", type=int, default=40, help="decode steps in a round")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="checkpoint directory")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--steps", type=int, default=40, help="decode steps in a round of raw")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each kind")
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
-    config = override(load_config(), {"model.path": args.model}, source="--model")
-    model = load_model(config, lambda line: print(line, file=sys.stderr))
-    figures: dict[str, float] = {}
+    config = override(load_config(), {"model.path": str(args.model)}, source="--model")
+    figures: Figures = {}
+    if {"raw", "drafts", "invariance"} & set(args.parts):
+        plain = load(config)
+    if "raw" in args.parts:
+        figures |= measure_raw(plain, args.steps, args.rounds)
+    if "drafts" in args.parts:
+        figures |= measure_drafts(plain, args.rounds)
+    if "invariance" in args.parts:
+        figures |= measure_invariance(plain, args.rounds)
+    if "grammar" in args.parts:
+        figures |= bench_grammar.grammar_figures(args.model)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def load(config: ServingConfig, **options: bool) -> Way:
+    """The model with changes to its engine options; says on stderr how far it is."""
+    changes = {f"engine.{name}": value for name, value in options.items()}
+    used = override(config, changes, source="bench_engine")
+    return Way(used, load_model(used, lambda line: print(line, file=sys.stderr)))
+
+
+def measure_raw(way: Way, num_steps: int, num_rounds: int) -> Figures:
+    """The engine's step over the compiled one, and tokens per second."""
+    figures: Figures = {}
     print(f"{'sequences':>9} {'raw ms':>8} {'engine ms':>9} {'engine/raw':>10} {'tokens/s':>9}")
     for num_rows in BATCH_SIZES:
-        raw_s, engine_s, ratio = measure(config, model, num_rows, args.steps, args.rounds)
+        raw_s, engine_s, ratio = measure(way.config, way.model, num_rows, num_steps, num_rounds)
         figures[f"engine_over_raw_{num_rows}"] = ratio
         figures[f"decode_tokens_per_s_{num_rows}"] = num_rows / engine_s
         print(
             f"{num_rows:9d} {raw_s * 1e3:8.3f} {engine_s * 1e3:9.3f} {ratio:10.3f} "
             f"{num_rows / engine_s:9.0f}"
         )
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return figures
+
+
+def measure_drafts(plain: Way, num_rounds: int) -> Figures:
+    """What drafts are worth, and what choosing how many of them to verify."""
+    drafting = load(plain.config, has_drafts=True)
+    figures = {
+        f"dspark_speedup_{n}": speed_ratio(drafting, plain, n, _prompts(plain, n), num_rounds)
+        for n in BATCH_SIZES
+    }
+    most = BATCH_SIZES[-1]
+    fixed = drafting.without_costs()
+    ratio = speed_ratio(drafting, fixed, most, _prompts(plain, most), num_rounds)
+    figures[f"scheduled_over_fixed_{most}"] = ratio
+    _print_figures(figures)
+    return figures
+
+
+def measure_invariance(plain: Way, num_rounds: int) -> Figures:
+    """How much longer batch invariant steps take."""
+    invariant = load(plain.config, batch_invariant=True)
+    figures = {
+        f"batch_invariant_cost_{n}": speed_ratio(
+            plain, invariant, n, _prompts(plain, n), num_rounds
+        )
+        for n in BATCH_SIZES
+    }
+    figures["batch_invariant_cost"] = figures[f"batch_invariant_cost_{BATCH_SIZES[-1]}"]
+    _print_figures(figures)
+    return figures
+
+
+def _prompts(way: Way, num_running: int) -> list[list[int]]:
+    """Questions of all kinds, enough for a batch to be renewed once."""
+    directory = way.config.model.directory
+    cases = make_cases(Codec(directory / "tokenizer.json"), 7, num_running)
+    random.Random(0).shuffle(cases)
+    return [list(case.prompt) for case in cases[: max(2 * num_running, 4)]]
+
+
+def _print_figures(figures: Figures) -> None:
+    for name, value in figures.items():
+        print(f"{name:<26} {value:7.3f}")
 
 
 def measure(

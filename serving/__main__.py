@@ -287,7 +287,9 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
     profiler = StepProfiler(
         executor, Path(folder).expanduser() if folder else None, model.program_texts
     )
-    environment = Environment(clock, random.Random(), profiler, model.grammars, profiler)
+    environment = Environment(
+        clock, random.Random(), profiler, model.grammars, profiler, model.programs
+    )
     cluster = build(config, model.facts, environment, gateway)
     served = ServedModel(
         name=config.model.served_name,

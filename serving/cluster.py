@@ -5,13 +5,13 @@ the clock, the source of randomness and the executor. Nothing below knows which 
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from serving.clock import Clock, ns_of_s
 from serving.config import EngineOptions, ServingConfig
 from serving.core.blocks import BLOCK_SIZE
-from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.buckets import TILE_TOKENS, Bucket, BucketTable, CompiledProgram, StepKind
 from serving.core.cost import PrefillCost
 from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
@@ -56,6 +56,7 @@ class Environment:
     executor: Executor
     grammars: GrammarCompiler | None = None
     profiler: Profiler | None = None
+    programs: tuple[CompiledProgram, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,26 @@ def plan_capacity(options: EngineOptions) -> Capacity:
         for num_rows in options.decode_rows
         for num_tokens in (_ROW_TOKENS if options.has_drafts else (1,))
     ]
+    buckets: dict[StepKind, Iterable[Bucket]]
+    buckets = {StepKind.PREFILL: prefill, StepKind.DECODE: decode}
+    if options.batch_invariant:
+        num_rows = max(bucket.num_rows for bucket in (*prefill, *decode))
+        buckets = {kind: _in_tiles(some, num_rows) for kind, some in buckets.items()}
     return Capacity(
-        BucketTable({StepKind.PREFILL: prefill, StepKind.DECODE: decode}),
+        BucketTable(buckets),
         options.num_blocks,
         options.decode_rows[-1] + 1,
         options.prefix_snapshots,
     )
+
+
+def _in_tiles(buckets: Iterable[Bucket], num_rows: int) -> list[Bucket]:
+    """Buckets of whole tiles for all that `buckets` hold, each for `num_rows` rows.
+
+    What is computed in a tile must not differ between steps, and rows cost next to nothing.
+    """
+    tiles = {-(-max(b.num_tokens, num_rows) // TILE_TOKENS): b.num_blocks for b in buckets}
+    return [Bucket(num_rows, TILE_TOKENS * n, num_blocks) for n, num_blocks in tiles.items()]
 
 
 def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random.Random) -> Engine:
@@ -160,5 +175,6 @@ def build(
         environment.grammars,
         ns_of_s(config.engine.grammar_timeout_s),
         environment.profiler,
+        environment.programs,
     )
     return Cluster([worker, frontend], {MESH_WORKER: environment.executor})

@@ -98,6 +98,8 @@ class EngineOptions:
     `decode_rows`: sequences in one decode step, ascending; the last is how many run at once.
     `prefix_snapshots`: places in computed prompts from which other requests can go on; 0 turns the
     reuse of prefixes off.
+    `batch_invariant`: tokens and log probabilities of a request are the same bits in any company.
+    Steps run in tiles then, which makes them slower.
     `has_drafts`: tokens are drafted and verified several at a time, with the model's draft module.
     Each of the decode sizes is compiled for rows of 1, 3 and all 6 tokens then.
     `steps_in_flight`: steps dispatched before the first one's tokens are looked at; 2 hides the
@@ -114,6 +116,7 @@ class EngineOptions:
     prefill_time_budget_ms: float = 0.0
     decode_rows: tuple[int, ...] = (1, 8, 32)
     prefix_snapshots: int = 64
+    batch_invariant: bool = False
     has_drafts: bool = False
     steps_in_flight: int = 2
     waiting_max: int = 512

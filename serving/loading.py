@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from serving.cluster import Capacity, ModelFacts, plan_capacity
 from serving.config import ServingConfig
 from serving.core.blocks import BLOCK_SIZE
-from serving.core.buckets import Bucket, StepKind
+from serving.core.buckets import TILE_TOKENS, Bucket, CompiledProgram, StepKind
 from serving.core.cost import PrefillCost, fit_prefill_cost
 from serving.core.grammar import GrammarCompiler
 from serving.engine import step_costs, step_times
@@ -38,7 +38,7 @@ class LoadedModel:
     """A compiled model and what serving needs to know of it.
 
     `grammars` is None for a model that has no token to end a text with. `program_texts` gives its
-    compiled steps in the notation of XLA.
+    compiled steps in the notation of XLA; `programs` is all that was compiled.
     """
 
     executor: Executor
@@ -46,6 +46,7 @@ class LoadedModel:
     codec: TextCodec
     grammars: GrammarCompiler | None = None
     program_texts: Callable[[], Iterable[str]] = tuple
+    programs: tuple[CompiledProgram, ...] = ()
 
 
 def load_model(config: ServingConfig, report: Report) -> LoadedModel:
@@ -66,26 +67,32 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     capacity = plan_capacity(config.engine)
     codec = TextCodec.load(directory)
     # Imported here, because it takes a second and help texts and early errors need none of it.
+    from serving.engine.compile_log import CompileLog
     from serving.engine.jax_executor import JaxExecutor
 
+    log = CompileLog(SystemClock().now_ns)
     try:
-        executor = JaxExecutor(
-            directory,
-            config.model.cache_format,
-            capacity.buckets,
-            capacity.num_blocks,
-            capacity.num_slots + capacity.num_snapshots,
-            mesh_plan,
-            report=report,
-            engram=config.model.engram,
-            has_drafts=config.engine.has_drafts,
-        )
+        with log.listening():
+            executor = JaxExecutor(
+                directory,
+                config.model.cache_format,
+                capacity.buckets,
+                capacity.num_blocks,
+                capacity.num_slots + capacity.num_snapshots,
+                mesh_plan,
+                report=report,
+                engram=config.model.engram,
+                has_drafts=config.engine.has_drafts,
+                tile_tokens=TILE_TOKENS if config.engine.batch_invariant else 0,
+                watch=log.watch,
+            )
     except (ValueError, OSError) as error:
         # Errors that our own packages define are about the input; any other is a defect, whose
         # traceback is worth more than a line.
         if isinstance(error, OSError) or type(error).__module__.startswith(_OUR_PACKAGES):
             raise ConfigError(" ".join(str(error).split())) from error
         raise
+    report(_compiled_line(log.programs))
     model_config = executor.model_config
     facts = ModelFacts(
         vocab_size=model_config.vocab_size,
@@ -103,7 +110,21 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     if facts.images is not None:
         codec = codec.with_image_token(facts.images.token_id)
     return LoadedModel(
-        executor, facts, codec, _grammars_of(directory, facts), executor.program_texts
+        executor,
+        facts,
+        codec,
+        _grammars_of(directory, facts),
+        executor.program_texts,
+        log.programs,
+    )
+
+
+def _compiled_line(programs: tuple[CompiledProgram, ...]) -> str:
+    seconds = sum(program.seconds for program in programs)
+    num_hits = sum(program.is_from_cache for program in programs)
+    return (
+        f"compiled {len(programs)} programs in {seconds:.1f} s of work, "
+        f"{num_hits} of them from the cache"
     )
 
 

@@ -8,6 +8,10 @@ import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+TILE_TOKENS = 16
+"""Tokens that are computed together when steps are batch invariant. Fewer would make full steps
+slow, more those of few sequences; see `scripts/bench_engine.py`."""
+
 
 class StepKind(enum.Enum):
     """Prefill samples only after the last token of each row; decode after every token."""
@@ -27,6 +31,17 @@ class Bucket:
     num_rows: int
     num_tokens: int
     num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """A program that was compiled at the start: what it is called, how long it took, and whether
+    the compilation cache had it.
+    """
+
+    name: str
+    seconds: float
+    is_from_cache: bool
 
 
 class BucketTable:

@@ -30,6 +30,7 @@ from deepinfer_jax import batch, checkpoint, controls, vision
 from deepinfer_jax.batch import StepShape
 from deepinfer_jax.cache import CacheLayout, KVCache
 from deepinfer_jax.controls import Controls
+from deepinfer_jax.draft import DraftSettings
 from deepinfer_jax.engram_host import HostEngram, detach_tables
 from deepinfer_jax.model import Model, Weights
 from deepinfer_jax.parameters import Parameters, VisionParameters
@@ -38,8 +39,10 @@ from deepinfer_jax.reports import ReportedResult
 from deepinfer_jax.steps import (
     CompiledStep,
     SpeculativeResult,
+    Watch,
     compile_slot_copies,
     compile_steps,
+    no_watch,
 )
 from deepinfer_jax.topology import Topology
 from serving.core.buckets import Bucket, BucketTable, StepKind
@@ -72,7 +75,9 @@ class JaxExecutor:
 
     `num_slots` counts the slots for snapshots too. `engram` is where its tables lie: "device" or
     "host"; drafts, which the host does not know, need them on the device. With `has_drafts` every
-    step also drafts tokens, and decode steps verify them.
+    step also drafts tokens, and decode steps verify them. With `tile_tokens` other than 0, steps
+    run in tiles of that many tokens, and nothing that they give depends on company. `watch` is
+    opened around the compilation of each program.
 
     Raises:
         CheckpointError: the checkpoint is not usable, or drafts are asked for and it has none.
@@ -91,6 +96,8 @@ class JaxExecutor:
         report: Report = lambda line: None,
         engram: str = "device",
         has_drafts: bool = False,
+        tile_tokens: int = 0,
+        watch: Watch = no_watch,
     ) -> None:
         self.mesh = DeviceMesh.of(mesh_plan)
         self._engram_is_on_host = engram == "host"
@@ -102,7 +109,14 @@ class JaxExecutor:
             )
         precision = Precision(_compute_dtype(), CacheFormat(cache_format))
         tables = checkpoint.read_engram_tables(directory, self.model_config)
-        self.model = Model(self.model_config, Topology.of(self.model_config), tables, precision)
+        self.model = Model(
+            self.model_config,
+            Topology.of(self.model_config),
+            tables,
+            precision,
+            DraftSettings(is_coupled=tile_tokens > 0),
+            tile_tokens,
+        )
         self.layout = CacheLayout(
             self.model_config, precision, num_blocks, num_slots, has_draft=has_drafts
         )
@@ -116,16 +130,18 @@ class JaxExecutor:
         self._buffer_sharding = self.mesh.sharding((None,), (1,))
         self._slots_sharding = self.mesh.sharding((None, None), (1, 1))
         self._rows_sharding = self.mesh.sharding((None,) * 4, (1,) * 4)
+        self._watch = watch
         self._images = None
         if self.weights.parameters.vision is not None:
             num_features = buckets.largest(StepKind.PREFILL).num_tokens
             self._images = _ImageEncoder(
-                self.model, self.weights.parameters.vision, self.mesh, num_features, report
+                self.model, self.weights.parameters.vision, self.mesh, num_features, report, watch
             )
         vocab_size = self.model_config.vocab_size
         self._controls = _DeviceControls(self.mesh, buckets, num_slots, vocab_size)
         self._steps = self._compile(buckets, report)
-        self._copy_slots = compile_slot_copies(self.cache, _COPIES_PER_CALL)
+        with watch("copy_slots"):
+            self._copy_slots = compile_slot_copies(self.cache, _COPIES_PER_CALL)
         self._in_flight: deque[tuple[StepPlan, ReportedResult]] = deque()
         self._unread: deque[tuple[StepPlan, jax.Array]] = deque()
         self._sampled = np.zeros(num_slots, np.int32)
@@ -234,6 +250,7 @@ class JaxExecutor:
             "mesh": str(self.mesh.plan),
             "device": f"{device.platform} {device.device_kind}",
             "has_drafts": str(self.layout.has_draft),
+            "tile_tokens": str(self.model.tile_tokens),
         }
 
     @property
@@ -314,6 +331,7 @@ class JaxExecutor:
             features,
             row_shape,
             self._controls.counts,
+            self._watch,
         )
         return {key: compiled[shape] for key, shape in shapes.items()}
 
@@ -386,6 +404,7 @@ class _ImageEncoder:
         mesh: DeviceMesh,
         num_features: int,
         report: Report,
+        watch: Watch,
     ) -> None:
         config, precision = model.config, model.precision
         assert config.vision is not None
@@ -399,7 +418,8 @@ class _ImageEncoder:
         sizes = vision.patch_buckets(config.vision)
         for done, size in enumerate(sizes):
             report(f"compiling image steps: {done} of {len(sizes)}")
-            self._encoders[size] = vision.compile_encoder(config, precision, size, parameters)
+            with watch(f"image_p{size}"):
+                self._encoders[size] = vision.compile_encoder(config, precision, size, parameters)
         report(f"compiling image steps: {len(sizes)} of {len(sizes)}")
 
     def features_of(self, images: tuple[StepImage, ...]) -> jax.Array:

@@ -1,7 +1,7 @@
 """Measures how long compiled steps take, before the first request and while they run.
 
-Before it, steps are full, and their rows lie in the padding slot and the padding block, where every step may
-write, so nothing that matters is touched.
+Before it, steps are full, and their rows lie in the padding slot and the padding block, where every
+step may write, so nothing that matters is touched.
 """
 
 from collections import deque

@@ -72,6 +72,7 @@ def make_app(
             Route("/health", service.health, methods=["GET"]),
             Route("/ready", service.ready, methods=["GET"]),
             Route("/metrics", service.metrics, methods=["GET"]),
+            Route("/status", service.status, methods=["GET"]),
             Route("/profile", service.profile, methods=["POST"]),
         ],
         exception_handlers={
@@ -149,6 +150,15 @@ class _Service:
     async def metrics(self, request: HttpRequest) -> Response:
         page = exposition.render(self._gateway.metrics, await self._gateway.status())
         return Response(page, media_type=exposition.CONTENT_TYPE)
+
+    async def status(self, request: HttpRequest) -> Response:
+        """What the engine holds, and what was compiled for it at the start."""
+        status = await self._gateway.status()
+        if status is None:
+            raise unavailable("The worker does not answer")
+        return _json(
+            {"failure": status.failure, "engine": status.engine, "programs": status.programs}
+        )
 
     async def profile(self, request: HttpRequest) -> Response:
         """Traces the next steps; the answer comes when the trace is written."""

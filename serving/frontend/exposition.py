@@ -61,7 +61,7 @@ class _Snapshot(Collector):
 
 
 def _gauges(status: WorkerStatus) -> Iterator[Metric]:
-    engine = status.engine
+    engine, programs = status.engine, status.programs
     num_used = engine.num_blocks - engine.num_free_blocks
     gauges = {
         "engine_up": ("1 while the engine can serve", float(status.failure is None)),
@@ -73,6 +73,15 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
         "prefix_snapshots": ("Prefixes that can be gone on from", engine.num_snapshots),
         "kv_cache_usage_ratio": ("Share of KV blocks held", num_used / engine.num_blocks),
         "decode_ms_per_token_over_measured": ("Time of steps beyond start-up's", engine.slope_ms),
+        "programs": ("Programs compiled at the start", len(programs)),
+        "programs_from_cache": (
+            "Those that the compilation cache had",
+            sum(program.is_from_cache for program in programs),
+        ),
+        "compile_seconds": (
+            "Work of compiling them, over all threads",
+            sum(program.seconds for program in programs),
+        ),
         "state_slots": ("State slots in the pool", engine.num_slots),
         "state_slots_free": ("State slots nobody holds", engine.num_free_slots),
     }

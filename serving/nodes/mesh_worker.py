@@ -16,6 +16,7 @@ from collections import deque
 from functools import partial
 
 from serving.clock import ns_of_s, s_of_ns
+from serving.core.buckets import CompiledProgram
 from serving.core.grammar import Grammar, GrammarCompiler
 from serving.core.profiling import (
     ProfileCapture,
@@ -45,7 +46,7 @@ class MeshWorker:
     `step_timeout_ns` is how long one step may take before the device counts as lost. It is
     noticed after one to two such spans, because one timer serves all steps. `grammars` compiles
     the constraints of requests, each within `grammar_timeout_ns`; None for a model without.
-    `profiler` makes traces; None makes none.
+    `profiler` makes traces; None makes none. `programs` are those that the executor compiled.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class MeshWorker:
         grammars: GrammarCompiler | None = None,
         grammar_timeout_ns: int = 0,
         profiler: Profiler | None = None,
+        programs: tuple[CompiledProgram, ...] = (),
     ) -> None:
         self.node_id = node_id
         self.outbox = Outbox()
@@ -64,6 +66,7 @@ class MeshWorker:
         self._grammars = grammars
         self._grammar_timeout_ns = grammar_timeout_ns
         self._profiler = profiler
+        self._programs = programs
         self._profiling: dict[str, tuple[NodeId, int]] = {}
         self._compiling: dict[str, tuple[NodeId, Request]] = {}
         self._owners: dict[str, NodeId] = {}
@@ -92,7 +95,9 @@ class MeshWorker:
             case messages.Crashed(detail):
                 self._fail(detail)
             case messages.QueryStatus(query_id):
-                status = messages.WorkerStatus(query_id, self._failure, self._engine.status())
+                status = messages.WorkerStatus(
+                    query_id, self._failure, self._engine.status(), self._programs
+                )
                 self.outbox.send(source, status)
             case _:
                 pass

@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass
 
+from serving.core.buckets import CompiledProgram
 from serving.core.profiling import ProfileCapture, ProfileRefusal
 from serving.core.request import Request, TokenDelta
 from serving.core.step_plan import StepResult
@@ -103,11 +104,14 @@ class QueryStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker's gauges at one moment. `failure` says why it cannot serve, None when it can."""
+    """A worker's gauges at one moment. `failure` says why it cannot serve, None when it can;
+    `programs` is what it compiled at its start.
+    """
 
     query_id: int
     failure: str | None
     engine: EngineStatus
+    programs: tuple[CompiledProgram, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

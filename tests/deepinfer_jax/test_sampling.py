@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.batch import StepShape
-from deepinfer_jax.sampling import sample
+from deepinfer_jax.cache import DraftCache
+from deepinfer_jax.sampling import accept_equal, sample
 from tests.deepinfer_jax.golden_model import batch_arrays, to_batch
 
 SHAPE = StepShape(num_rows=3, num_tokens=6, num_blocks=1, samples_every_token=True)
@@ -47,6 +48,22 @@ def test_a_draw_depends_on_seed_and_position_only(rng: np.random.Generator) -> N
     changed["seed_high"][0] = 2
     others = [int(t) for t in sample(logits, to_batch(SHAPE, changed), ALL)[:3]]
     assert others != [int(t) for t in together[:3]], "the high word of the seed matters"
+
+
+def test_only_drafts_that_were_sampled_anyway_are_accepted() -> None:
+    drafts = np.zeros((4, 5), np.int32)
+    drafts[1, :2], drafts[2, :1] = [11, 12], [21]
+    cache = DraftCache((), jnp.asarray(drafts), *(jnp.zeros(4) for _ in range(3)))
+    batch = to_batch(SHAPE, _arrays())
+    # After the tokens of the first row and of the second one; what follows is padding.
+    for sampled, accepted, following in (
+        ([11, 12, 13, 21, 22, 0], [2, 1], [13, 22]),
+        ([11, 99, 13, 21, 22, 0], [1, 1], [99, 22]),
+        ([98, 12, 13, 97, 22, 0], [0, 0], [98, 97]),
+    ):
+        found = accept_equal(jnp.array(sampled, jnp.int32), batch, cache)
+        assert [a.tolist()[:2] for a in found] == [accepted, following]
+        assert found[0][2] == 0, "padding rows accept nothing"
 
 
 def _seeded(seed: int) -> dict[str, np.ndarray]:

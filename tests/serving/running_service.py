@@ -12,6 +12,7 @@ import uvicorn
 
 from serving.cluster import FRONTEND, MESH_WORKER, Environment, ModelFacts, build
 from serving.config import ServingConfig
+from serving.core.buckets import CompiledProgram
 from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
 from serving.engine.profiler import StepProfiler
@@ -33,6 +34,7 @@ FACTS = ModelFacts(
     images=ImageGeometry(318, 14, 3, 64, 1764),
 )
 GRAMMARS = GrammarCompiler((MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8"), 320, 1)
+COMPILED = CompiledProgram("decode_r16_t16_b4", 1.5, True)
 PROGRAMS = ('HloModule jit_step\n  %a = f32[] sine(%x), metadata={op_name="jit(step)/moe/sin"}\n',)
 SMALL = {
     "engine.max_context": 512,
@@ -85,7 +87,9 @@ class RunningService:
         )
         folder = self.config.server.profile_dir
         profiler = StepProfiler(self.executor, Path(folder) if folder else None, lambda: PROGRAMS)
-        environment = Environment(clock, random.Random(1), profiler, GRAMMARS, profiler)
+        environment = Environment(
+            clock, random.Random(1), profiler, GRAMMARS, profiler, (COMPILED,)
+        )
         cluster = build(self.config, FACTS, environment, self.gateway)
         model = ServedModel(
             "tiny-v41",

@@ -86,6 +86,20 @@ def test_with_drafts_decode_steps_have_room_for_several_tokens_of_a_row() -> Non
     assert make_engine(options, facts, random.Random(0)).limits.num_drafts == 5
 
 
+def test_batch_invariant_steps_are_whole_tiles_for_the_same_rows() -> None:
+    options = EngineOptions(
+        max_context=512,
+        prefill_tokens=(20, 512),
+        decode_rows=(1, 4, 40),
+        has_drafts=True,
+        batch_invariant=True,
+    )
+    buckets = plan_capacity(options).buckets
+    assert buckets.of(StepKind.PREFILL) == (Bucket(40, 48, 4), Bucket(40, 512, 4))
+    decode = [Bucket(40, num_tokens, 4) for num_tokens in (48, 128, 240)]
+    assert list(buckets.of(StepKind.DECODE)) == decode
+
+
 def test_impossible_capacities_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_context is 500; expected a multiple of 128"):
         plan_capacity(EngineOptions(max_context=500))

@@ -16,8 +16,9 @@ import pytest
 from deepseek_recipe import SpecialToken
 
 import serving.engine.jax_executor
+from deepinfer_jax.steps import Watch
 from serving.config import ServingConfig
-from serving.core.buckets import Bucket, StepKind
+from serving.core.buckets import TILE_TOKENS, Bucket, StepKind
 from serving.core.image_layout import ImageGeometry
 from serving.core.request import ConstraintKind, OutputConstraint
 from serving.core.step_plan import StepPlan, StepResult
@@ -48,10 +49,9 @@ def test_configuration_reaches_the_executor(
         num_submitted = 0
         program_texts = staticmethod(lambda: iter(["HloModule jit_step"]))
 
-        def __init__(
-            self, *arguments: object, report: object, engram: str, has_drafts: bool
-        ) -> None:
-            made.append((*arguments, report, engram, has_drafts))
+        def __init__(self, *arguments: object, watch: Watch, **options: object) -> None:
+            with watch("a step"):
+                made.append((*arguments, *options.values()))
 
         def submit(self, plan: StepPlan) -> None:
             Recorder.num_submitted += 1
@@ -71,6 +71,7 @@ def test_configuration_reaches_the_executor(
         engine__max_context=256,
     )
     model = load_model(config, lines.append)
+    assert lines.pop(0).startswith("compiled 1 programs in ")
     assert [line.split(":")[0] for line in lines] == [
         "measuring decode steps",
         "measuring prefill steps",
@@ -78,7 +79,7 @@ def test_configuration_reaches_the_executor(
     ]
     lines.clear()
     directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report, *rest = made[0]
-    assert (directory, cache_format, rest) == (MODEL_DIR, "noq", ["device", True])
+    assert (directory, cache_format, rest) == (MODEL_DIR, "noq", ["device", True, 0])
     assert set(buckets.of(StepKind.DECODE)) == DRAFTING
     assert (num_blocks, num_slots) == (40, 4 + 5), "three rows, padding and five snapshots"
     assert mesh_plan.num_devices == 1
@@ -86,8 +87,8 @@ def test_configuration_reaches_the_executor(
     assert model.codec.special_tokens.token(SpecialToken.Image) == "<｜deepseek_image｜>"
     report("a line")
     assert lines == ["a line"]
-    assert isinstance(model.executor, Recorder)
     assert list(model.program_texts()) == ["HloModule jit_step"]
+    assert [program.name for program in model.programs] == ["a step"]
     facts = model.facts
     assert (facts.vocab_size, facts.max_position_embeddings, facts.eos_token_id) == (320, 99, 1)
     assert model.codec.encode_text("a")
@@ -102,8 +103,8 @@ def test_configuration_reaches_the_executor(
     assert Recorder.num_submitted == num_submitted > 0
     plain = load_model(override(config, {"engine.prefill_time_budget_ms": 0.0}), lines.append)
     assert plain.facts.prefill_cost is None
-    load_model(configured(model__engram="host"), lines.append)
-    assert made[-1][-2:] == ("host", False)
+    load_model(configured(model__engram="host", engine__batch_invariant=True), lines.append)
+    assert made[-1][-3:] == ("host", False, TILE_TOKENS)
 
 
 def test_drafts_need_engram_tables_on_the_device() -> None:

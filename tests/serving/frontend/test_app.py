@@ -196,6 +196,16 @@ def test_models_health_ready(service: RunningService, client: openai.OpenAI) -> 
     assert httpx.get(f"{service.url}/ready").json() == {"status": "ready"}
 
 
+def test_status_says_what_runs_and_what_was_compiled(service: RunningService) -> None:
+    status = httpx.get(f"{service.url}/status").json()
+    assert status["failure"] is None
+    assert status["engine"]["num_slots"] == 16 and status["engine"]["num_blocks"] == 64
+    program = {"name": "decode_r16_t16_b4", "seconds": 1.5, "is_from_cache": True}
+    assert status["programs"] == [program]
+    assert metric(service.url, "deepinfer_programs_from_cache") == 1
+    assert metric(service.url, "deepinfer_compile_seconds") == 1.5
+
+
 def test_unknown_route_and_method_have_error_bodies(service: RunningService) -> None:
     for response, status in (
         (httpx.get(f"{service.url}/v1/nothing"), 404),
