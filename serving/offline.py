@@ -8,7 +8,8 @@
 
 A row of a prompt file is a JSON object with one of `prompt` (text), `messages` (chat) and
 `prompt_token_ids`, and optional sampling fields under the names of `SamplingParams`. A field
-`guided_json`, `guided_regex`, `guided_choice` or `guided_grammar` gives the output a form.
+`guided_json`, `guided_regex`, `guided_choice` or `guided_grammar` gives the output a form, and one
+with a smaller `priority` is generated first.
 """
 
 import operator
@@ -135,13 +136,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         constraint: OutputConstraint | None = None,
+        priorities: Sequence[int] | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """Generates for each prompt; outputs are in the order of the prompts.
 
         `sampling_params` is one for all prompts or one each. `constraint` is a form that every
-        output must have, after its thinking if the prompt begins that. With `progress` a bar is
-        shown.
+        output must have, after its thinking if the prompt begins that. `priorities` has a number
+        for each prompt; who has a smaller one is served first. With `progress` a bar is shown.
 
         Raises:
             RequestError: a prompt can never be served; nothing is generated then.
@@ -155,12 +157,20 @@ class LLM:
                 "for all or one for each",
                 "sampling_params",
             )
+        if priorities is None:
+            priorities = [0] * len(many)
+        if len(priorities) != len(many):
+            raise RequestError(
+                f"{len(priorities)} priorities for {len(many)} prompts; expected one for each",
+                "priorities",
+            )
         requests = []
-        for index, (prompt, sampling) in enumerate(zip(many, sampling_params, strict=True)):
+        each = zip(many, sampling_params, priorities, strict=True)
+        for index, (prompt, sampling, priority) in enumerate(each):
             try:
                 encoded = self._encode(prompt)
-                requests.append(self._request(str(index), encoded, sampling, constraint))
-            except ApiError as error:
+                requests.append(self._request(str(index), encoded, sampling, constraint, priority))
+            except (ApiError, RequestError) as error:
                 raise RequestError(f"prompt {index}: {error}", error.param) from None
         return list(
             self._run(requests, [f"prompt {index}" for index in range(len(many))], progress)
@@ -204,7 +214,8 @@ class LLM:
             prompt = self._encode_chat(values["messages"], chat)
         else:
             prompt = EncodedPrompt(self._checked_ids(values["prompt_token_ids"]))
-        return self._request(request_id, prompt, sampling, constraint)
+        priority = fields.priority(values)
+        return self._request(request_id, prompt, sampling, constraint, priority)
 
     def _request(
         self,
@@ -212,12 +223,18 @@ class LLM:
         prompt: EncodedPrompt,
         sampling: SamplingParams,
         constraint: OutputConstraint | None,
+        priority: int,
     ) -> Request:
         if constraint is not None:
             think = self._model.codec.tokenizer.encode("<think>")
             constraint = replace(constraint, after_thinking=[*prompt.token_ids[-1:]] == think)
         return Request(
-            request_id, prompt.token_ids, sampling, images=prompt.images, constraint=constraint
+            request_id,
+            prompt.token_ids,
+            sampling,
+            images=prompt.images,
+            constraint=constraint,
+            priority=priority,
         )
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
@@ -376,6 +393,7 @@ def _row(path: Path, line: int, text: bytes) -> Row:
         given[0],
         *_SAMPLING_KEYS,
         *_GUIDE_KEYS,
+        "priority",
         *(_CHAT_KEYS if given[0] == "messages" else ()),
     )
     for key in values:

@@ -93,9 +93,9 @@ def _step_cost(
 
 
 def _grow(table: RunningTable, rows: np.ndarray, growing: np.ndarray) -> np.ndarray:
-    """Claim blocks for the growing rows, oldest first; the rows that can run after that."""
-    for row in growing[np.argsort(table.sequence_ids[growing])].tolist():
-        # An older one may have preempted this one.
+    """Claim blocks for the growing rows, first in rank first; the rows that can run after that."""
+    for row in growing[np.argsort(table.ranks[growing])].tolist():
+        # One before it may have preempted this one.
         if table.sequences[row] is not None:
             table.claim(row, int(table.num_scheduled[row]) + 1)
     is_running = table.sequence_ids[rows] >= 0
@@ -107,7 +107,7 @@ def _longest_waiting(
     table: RunningTable, buckets: BucketTable, rows: np.ndarray, num_blocks: np.ndarray
 ) -> np.ndarray:
     """As many rows as one bucket holds, those first that were last served longest ago."""
-    order = np.lexsort((table.sequence_ids[rows], table.last_steps[rows]))
+    order = np.lexsort((table.ranks[rows], table.last_steps[rows]))
     widest = np.maximum.accumulate(num_blocks[order])
     # The need grows with the number of rows, so the largest number that fits can be bisected.
     # One always fits: the engine accepts no sequence longer than its widest buckets.

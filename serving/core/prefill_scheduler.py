@@ -1,11 +1,12 @@
 """Which prompts start, and which of their tokens the next prefill step computes.
 
-Starting: prompts start in the order of admission as slots and blocks allow. One that does not fit
-yet may be overtaken by younger ones, but only `OVERTAKES_MAX` times; one that was preempted is not
-overtaken at all, since the pool was too full already.
+Starting: prompts start in the order of the queue (`waiting_queue.py`: by priority, then by
+admission) as slots and blocks allow. One that does not fit yet may be overtaken by later ones, but
+only `OVERTAKES_MAX` times; one that was preempted is not overtaken at all, since the pool was too
+full already.
 
-Chunks: several prompts share the tokens of one step. One half goes to the prompts in order of
-admission, the rest to those with the fewest tokens left. So a short prompt does not wait for a
+Chunks: several prompts share the tokens of one step. One half goes to the prompts in that same
+order, the rest to those with the fewest tokens left. So a short prompt does not wait for a
 long one, and a stream of short ones does not stop a long one.
 
 A chunk also ends where the state of the sequence is to be kept for others (`core/prefix.py`).
@@ -18,8 +19,6 @@ of others wait for it. The halves are halves of the time then, so that a long co
 cost more, gets fewer of them.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,47 +28,24 @@ from serving.core.cost import PrefillCost, num_pairs
 from serving.core.image_layout import next_stop, whole_images_end
 from serving.core.request import RequestImage
 from serving.core.running_table import RunningTable
-from serving.core.sequence import Sequence
+from serving.core.sequence import Sequence, lowest_rank
+from serving.core.waiting_queue import WaitingQueue
 
 OVERTAKES_MAX = 16
-"""How often a waiting sequence may see a younger one start; then room is kept for it."""
+"""How often a waiting sequence may see a later one start; then room is kept for it."""
 
 _SCAN_MAX = 64
 """Waiting sequences looked at per step, so that a long queue does not slow planning."""
-
-
-class WaitingQueue:
-    """Sequences that hold no memory, in the order in which they are to start."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting.values())
-
-    def append(self, sequence: Sequence) -> None:
-        """Queue a new sequence behind the others."""
-        self._waiting[sequence.sequence_id] = sequence
-
-    def put_back(self, sequence: Sequence) -> None:
-        """Queue a preempted sequence before the others."""
-        self._waiting[sequence.sequence_id] = sequence
-        self._waiting.move_to_end(sequence.sequence_id, last=False)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it stands."""
-        del self._waiting[sequence.sequence_id]
 
 
 def start_waiting(waiting: WaitingQueue, table: RunningTable) -> None:
     """Give rows to the waiting sequences that fit beside those already running.
 
     A sequence fits if, after the prompts being computed got all their blocks, and after each
-    decoding sequence that may still grow got one more, enough are left for all its tokens.
+    decoding sequence that may still grow got one more, enough are left for all its tokens. For the
+    first in line, running sequences of a lower priority give way if that is enough.
     """
+    _make_room(waiting, table)
     num_free_blocks = None
     overtaken: list[Sequence] = []
     started: list[Sequence] = []
@@ -78,11 +54,8 @@ def start_waiting(waiting: WaitingQueue, table: RunningTable) -> None:
             break
         if num_free_blocks is None:
             num_free_blocks = table.blocks.num_free - _num_promised_blocks(table)
-        num_stored = min(sequence.num_tokens + 1, sequence.length_limit - 1)
-        num_needed = -(-num_stored // table.block_size)
         num_usable = table.num_usable_blocks(sequence)
-        if num_usable:
-            num_needed -= table.num_held_blocks(sequence, num_usable)
+        num_needed = _num_needed_blocks(table, sequence, num_usable)
         if num_needed <= num_free_blocks:
             num_free_blocks -= num_needed
             table.enter(sequence, num_usable)
@@ -95,14 +68,50 @@ def start_waiting(waiting: WaitingQueue, table: RunningTable) -> None:
             overtaken.append(sequence)
     for sequence in started:
         waiting.remove(sequence)
+    waiting.count_starts(started)
 
 
-def _num_promised_blocks(table: RunningTable) -> int:
-    """Free blocks that running sequences will soon need."""
+def _make_room(waiting: WaitingQueue, table: RunningTable) -> None:
+    """Preempt what has a lower priority than the first in line, if that makes room for it.
+
+    One that was promoted keeps its priority here: it goes first, but at nobody's cost.
+    """
+    first = next(iter(waiting))
+    floor = lowest_rank(first.request.priority + 1)
+    # What is on its way back may be enough.
+    while not table.is_retiring and table.is_any_behind(floor):
+        needed = _num_needed_blocks(table, first, table.num_usable_blocks(first))
+        num_free = table.blocks.num_free - _num_promised_blocks(table)
+        if table.slots.num_free and needed <= num_free:
+            return
+        rows = np.flatnonzero(table.ranks >= floor)
+        num_free = table.blocks.num_free - _num_promised_blocks(table, floor)
+        if needed > num_free + int(table.num_blocks[rows].sum()):
+            return
+        table.preempt_last()
+        # The room is for nobody else.
+        first.num_overtakes = OVERTAKES_MAX
+
+
+def _num_needed_blocks(table: RunningTable, sequence: Sequence, num_usable: int) -> int:
+    """Free blocks that a waiting sequence takes, of whose prefix `num_usable` blocks are there."""
+    num_stored = min(sequence.num_tokens + 1, sequence.length_limit - 1)
+    num_needed = -(-num_stored // table.block_size)
+    if num_usable:
+        num_needed -= table.num_held_blocks(sequence, num_usable)
+    return num_needed
+
+
+def _num_promised_blocks(table: RunningTable, rank_stop: int | None = None) -> int:
+    """Free blocks that running sequences, of a rank before `rank_stop`, will soon need."""
     rows = table.prefilling_rows
+    if rank_stop is not None:
+        rows = rows[table.ranks[rows] < rank_stop]
     num_stored = np.minimum(table.num_tokens[rows] + 1, table.length_limits[rows] - 1)
     num_promised = int((table.blocks_for(num_stored) - table.num_blocks[rows]).sum())
     rows = table.decoding_rows
+    if rank_stop is not None:
+        rows = rows[table.ranks[rows] < rank_stop]
     # The last token of a sequence is never fed back, so its KV needs no room.
     num_final = table.blocks_for(table.length_limits[rows] - 1)
     return num_promised + int((num_final > table.num_blocks[rows]).sum())
@@ -242,20 +251,21 @@ def choose_chunks(
 
 
 def _backed_chunks(table: RunningTable) -> list[_Chunk]:
-    """The prompts with tokens left and blocks for the fewest they can go on with, oldest first.
+    """The prompts with tokens left and blocks for the fewest they can go on with, first in rank
+    first.
 
     Blocks are claimed before tokens are shared out, so that no prompt that waits for a block
     takes another's share.
     """
     rows = table.prefilling_rows
     rows = rows[table.num_scheduled[rows] < table.num_tokens[rows]]
-    rows = rows[np.argsort(table.sequence_ids[rows])]
+    rows = rows[np.argsort(table.ranks[rows])]
     backed: list[_Chunk] = []
     for row in rows.tolist():
         start = int(table.num_scheduled[row])
         sequence = table.sequences[int(row)]
         if sequence is None:
-            continue  # An older one has preempted this one.
+            continue  # One before it has preempted this one.
         images = sequence.request.images
         stop = next_stop(images, start)
         if table.claim(row, stop):

@@ -17,6 +17,9 @@ COUNT_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
 """Seeds are non-negative 63-bit integers, the range that the public protocols allow."""
 
+PRIORITY_MAX = 2**15 - 1
+"""Priorities lie between this and its negative."""
+
 STOP_TOKEN_IDS_MAX = 64
 """Stop tokens are compared for every row of every step, so their number is bounded."""
 
@@ -249,6 +252,15 @@ class Request:
     images: tuple[RequestImage, ...] = ()
     cache_salt: str = ""
     constraint: OutputConstraint | None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
+            raise RequestError(
+                f"priority is {self.priority}; expected -{PRIORITY_MAX} to {PRIORITY_MAX} "
+                "(smaller ones are served first)",
+                "priority",
+            )
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):

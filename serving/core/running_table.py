@@ -3,11 +3,11 @@
 A row of the table *is* a state slot: both belong to one sequence for the same time, so one number
 names both. Planning a step gathers columns at the step's rows; nothing walks sequence objects.
 
-Memory is taken by age. A sequence that needs a block when none is free preempts the youngest one,
-if that is younger than itself: the victim gives everything back, waits at the head of the queue
-and later computes its prompt and output again. With no younger one it sits the step out and keeps
-what it has. So the oldest sequence always advances, and since any accepted sequence fits the pool
-alone, all of them end.
+Memory is taken by rank, which is the priority and then the order of admission. A sequence that
+needs a block when none is free preempts the last one in rank, if that comes after itself: the
+victim gives everything back, waits before its equals and later computes its prompt and output
+again. With none behind it, it sits the step out and keeps what it has. So the first in rank always
+advances, and since any accepted sequence fits the pool alone, all of them end.
 
 *Why preemption and not a reservation of the worst case*: most sequences end long before
 `max_tokens`, and a reservation would leave most of the pool empty. Tokens do not change by it:
@@ -45,10 +45,12 @@ _EMPTY, _PREFILL, _DECODE = 0, 1, 2
 class RunningTable:
     """Columns of the sequences that hold memory, with the pools that the memory comes from.
 
-    Columns have one entry per row; those of empty rows have no meaning, except `sequence_ids`.
+    Columns have one entry per row; those of empty rows have no meaning, except `sequence_ids` and
+    `ranks`.
 
     Attributes:
         sequence_ids: [S] int64, -1 where no sequence runs.
+        ranks: [S] int64, `Sequence.rank`, -1 where no sequence runs.
         num_tokens: [S] int32, tokens known, prompt and output.
         num_scheduled: [S] int32, tokens whose KV is written, or will be by a step in flight; they
             need not be known. If drafts are in flight, the most that it may be.
@@ -89,6 +91,7 @@ class RunningTable:
         self.block_size = block_size
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.sequence_ids = np.full(num_slots, _NO_SEQUENCE, np.int64)
+        self.ranks = np.full(num_slots, _NO_SEQUENCE, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_scheduled = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
@@ -176,6 +179,7 @@ class RunningTable:
         sampling = sequence.request.sampling
         self.sequences[row] = sequence
         self.sequence_ids[row] = sequence.sequence_id
+        self.ranks[row] = sequence.rank
         self.num_tokens[row] = sequence.num_tokens
         num_reused = num_usable_blocks * self.block_size
         self.num_scheduled[row] = self.num_computed[row] = num_reused
@@ -211,7 +215,7 @@ class RunningTable:
         sequence.tail_key = None
         self._restores.pop(row, None)
         self.sequences[row] = None
-        self.sequence_ids[row] = _NO_SEQUENCE
+        self.sequence_ids[row] = self.ranks[row] = _NO_SEQUENCE
         self._phases[row] = _EMPTY
         if self.last_steps[row] > self._settled_step:
             self._retiring.append(row)
@@ -231,14 +235,26 @@ class RunningTable:
             # What is on its way back may be enough; preempting more would waste computed work.
             if self.is_retiring:
                 return False
-            youngest = int(np.argmax(self.sequence_ids))
-            if youngest == row:
+            if int(np.argmax(self.ranks)) == row:
                 return False
-            self._preempt(youngest)
+            self.preempt_last()
         taken = self.blocks.allocate(num_wanted)
         self.block_tables[row, num_held : num_held + num_wanted] = taken
         self.num_blocks[row] = num_held + num_wanted
         return True
+
+    def is_any_behind(self, rank: int) -> bool:
+        """Whether a sequence of this rank or a later one runs."""
+        return bool((self.ranks >= rank).any())
+
+    def preempt_last(self) -> None:
+        """Take the memory of the last sequence in rank; there must be one."""
+        row = int(np.argmax(self.ranks))
+        sequence = self.sequences[row]
+        assert sequence is not None, f"row {row} is empty"
+        self.leave(row, SequenceStatus.WAITING)
+        sequence.num_preemptions += 1
+        self._preempted.append(sequence)
 
     def add_computed(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """A step is over: `num_tokens` [N] tokens of the rows [N] are computed and stay."""
@@ -275,7 +291,7 @@ class RunningTable:
         return num_held * self.block_size
 
     def take_preempted(self) -> list[Sequence]:
-        """The sequences preempted since the last call, youngest first."""
+        """The sequences preempted since the last call, last in rank first."""
         preempted, self._preempted = self._preempted, []
         return preempted
 
@@ -335,13 +351,6 @@ class RunningTable:
                 self.block_tables[row, index] = present
                 self._replaced.append((int(self.last_steps[row]), block))
         self.num_named[row] = num_full
-
-    def _preempt(self, row: int) -> None:
-        sequence = self.sequences[row]
-        assert sequence is not None, f"row {row} is empty"
-        self.leave(row, SequenceStatus.WAITING)
-        sequence.num_preemptions += 1
-        self._preempted.append(sequence)
 
     def _free(self, row: int) -> None:
         num_held = int(self.num_blocks[row])

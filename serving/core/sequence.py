@@ -12,7 +12,15 @@ import numpy as np
 
 from serving.core.controls import SequenceControls
 from serving.core.prefix import PrefixKey, next_key
-from serving.core.request import FinishReason, Request, TokenDelta
+from serving.core.request import PRIORITY_MAX, FinishReason, Request, TokenDelta
+
+_ID_BITS = 47
+"""So that 2**47 sequences, of 2**16 urgencies, have ranks of 63 bits."""
+
+
+def lowest_rank(urgency: int) -> int:
+    """The smallest rank that a sequence of this urgency, or one of less, can have."""
+    return (urgency + PRIORITY_MAX + 1) << _ID_BITS
 
 
 class SequenceStatus(enum.Enum):
@@ -41,13 +49,14 @@ class Sequence:
     """One request's progress; owned by one engine.
 
     Attributes:
-        sequence_id: position in the order of admission; an older sequence has a smaller one.
+        sequence_id: position in the order of admission; an earlier sequence has a smaller one.
         prompt: [L] int32.
         seed: the request's seed, or the one drawn for it.
         stop_token_ids: every token that ends the sequence, end-of-sequence included if it counts.
         length_limit: tokens, prompt included, at which the sequence ends whatever it says.
         row: its row of the running table, which is its state slot; 0 while it has none.
-        num_overtakes: how many younger sequences started while this one waited for room.
+        is_promoted: it was outranked for so long that it now goes before every priority.
+        num_overtakes: how many later sequences started while this one waited for room.
         num_preemptions: how often it lost its blocks and began anew.
         root_key: the key before its first block.
         prefix_keys: keys of its first blocks, as far as they were asked for.
@@ -65,6 +74,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
     row: int = 0
+    is_promoted: bool = False
     num_overtakes: int = 0
     num_preemptions: int = 0
     root_key: PrefixKey = b""
@@ -72,6 +82,16 @@ class Sequence:
     num_cached_tokens: int | None = None
     tail_key: PrefixKey | None = None
     controls: SequenceControls | None = None
+
+    @property
+    def urgency(self) -> int:
+        """Its priority, or less than any if it was promoted; who has a smaller one goes first."""
+        return -PRIORITY_MAX - 1 if self.is_promoted else self.request.priority
+
+    @property
+    def rank(self) -> int:
+        """Its place among all sequences, by urgency and then by admission; 0 or more, unique."""
+        return lowest_rank(self.urgency) + self.sequence_id
 
     @property
     def num_tokens(self) -> int:

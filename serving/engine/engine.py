@@ -32,7 +32,7 @@ from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import controls_of
 from serving.core.cost_correction import CostCorrection
 from serving.core.grammar import Grammar
-from serving.core.prefill_scheduler import PrefillBudget, WaitingQueue
+from serving.core.prefill_scheduler import PrefillBudget
 from serving.core.prefix import root_key
 from serving.core.request import (
     FinishReason,
@@ -45,6 +45,7 @@ from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence, SequenceStatus
 from serving.core.snapshots import SnapshotCopies
 from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
+from serving.core.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ class Engine:
         self._table.whole_keys(sequence)
         self._num_admitted += 1
         self._sequences[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT
@@ -221,6 +222,7 @@ class Engine:
             return None
         if len(self._waiting):
             prefill_scheduler.start_waiting(self._waiting, self._table)
+            self._requeue_preempted()
         if self._last_kind is StepKind.DECODE:
             plan = self._plan_prefill() or self._plan_decode()
         else:
@@ -459,7 +461,7 @@ class Engine:
 
     def _requeue_preempted(self) -> None:
         for sequence in self._table.take_preempted():
-            self._waiting.put_back(sequence)
+            self._waiting.add(sequence)
             self._num_preemptions += 1
 
     def _check_result(self, result: StepResult) -> StepPlan:

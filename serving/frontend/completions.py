@@ -63,6 +63,7 @@ class CompletionCall:
                     now_ns,
                     cache_salt=salt,
                     constraint=constraint,
+                    priority=fields.priority(body),
                 )
             )
         stop = fields.stop_strings(body)

@@ -60,6 +60,7 @@ class ConversationCall(ABC):
                 prompt.images,
                 fields.cache_salt(body),
                 constraint=constraint,
+                priority=fields.priority(body),
             )
         ]
         self.is_streamed = converted.stream

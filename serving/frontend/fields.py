@@ -9,7 +9,13 @@ from typing import Any
 
 import msgspec
 
-from serving.core.request import ConstraintKind, OutputConstraint, RequestError, SamplingParams
+from serving.core.request import (
+    PRIORITY_MAX,
+    ConstraintKind,
+    OutputConstraint,
+    RequestError,
+    SamplingParams,
+)
 from serving.frontend.errors import bad_request
 
 STOP_STRINGS_MAX = 16
@@ -142,6 +148,20 @@ def cache_salt(body: _Body) -> str:
         raise bad_request(
             f"cache_salt is {_shown(value)}; expected 1 to {CACHE_SALT_CHARS_MAX} characters",
             "cache_salt",
+        )
+    return value
+
+
+def priority(body: _Body) -> int:
+    """Who has a smaller number is served first; 0 when it is absent. Raises ApiError 400."""
+    value = integer(body, "priority")
+    if value is None:
+        return 0
+    if abs(value) > PRIORITY_MAX:
+        raise bad_request(
+            f"priority is {value}; expected -{PRIORITY_MAX} to {PRIORITY_MAX} (smaller ones are "
+            "served first)",
+            "priority",
         )
     return value
 

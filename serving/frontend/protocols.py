@@ -166,6 +166,7 @@ class ChatCall:
                 prompt.images,
                 fields.cache_salt(body),
                 constraint=constraint,
+                priority=fields.priority(body),
             )
         ]
         self._num_generated = 0

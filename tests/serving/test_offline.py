@@ -53,6 +53,23 @@ def test_outputs_are_in_the_order_of_the_prompts() -> None:
         assert (output.finish_reason, output.prompt_tokens) == ("length", start)
 
 
+def test_prompts_of_a_smaller_priority_come_first() -> None:
+    executor = ScriptedExecutor(lambda position: LETTERS[position % 26])
+    # More than run at once, so some have to wait.
+    prompts = [[3] * 9 for _ in range(40)]
+    params = SamplingParams(max_tokens=3)
+    make_llm(executor).generate(prompts, params, priorities=[2, *[0] * 39])
+    firsts: dict[int, int] = {}
+    for plan in executor.plans:
+        for sequence_id in plan.sequence_ids.tolist():
+            firsts.setdefault(sequence_id, plan.step_index)
+    assert all(firsts[other] < firsts[0] for other in range(1, 30))
+    with pytest.raises(RequestError, match="1 priorities for 40 prompts"):
+        make_llm().generate(prompts, params, priorities=[1])
+    with pytest.raises(RequestError, match="prompt 0: priority is 99999"):
+        make_llm().generate([[3]], params, priorities=[99999])
+
+
 def test_text_ids_and_messages_are_prompts() -> None:
     llm = make_llm()
     params = SamplingParams(max_tokens=2)
@@ -192,7 +209,7 @@ def test_controls_of_rows(tmp_path: Path) -> None:
         tmp_path,
         {"prompt": "ab", "guided_choice": ["yes", "no"], "max_tokens": 9},
         {"prompt_token_ids": [3, 4], "max_tokens": 1, "logprobs": 1, "prompt_logprobs": 0},
-        {"prompt": "a", "max_tokens": 1, "min_p": 0.5, "logit_bias": {"7": -1}},
+        {"prompt": "a", "max_tokens": 1, "min_p": 0.5, "logit_bias": {"7": -1}, "priority": 2},
     )
     executor = ScriptedExecutor(lambda position: LETTERS[position % 26])
     outputs = make_llm(executor).generate_rows(read_rows(path), source="f")
@@ -229,6 +246,7 @@ def test_controls_of_rows(tmp_path: Path) -> None:
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens is '5'"),
         ({"prompt": "a", "temperature": 3}, "temperature is 3"),
         ({"prompt": "a", "seed": -1}, "seed is -1"),
+        ({"prompt": "a", "priority": 0.5}, "priority is 0.5"),
         ({"prompt": "a", "stop_token_ids": [400]}, "stop_token_ids"),
         ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
         ({"prompt": "a", "logit_bias": {"320": 1}}, "320"),

@@ -16,19 +16,22 @@ from serving.core.cost import PrefillCost
 from serving.core.prefill_scheduler import (
     OVERTAKES_MAX,
     PrefillBudget,
-    WaitingQueue,
     choose_chunks,
     start_waiting,
 )
 from serving.core.request import Request, RequestImage, SamplingParams
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence, SequenceStatus
+from serving.core.waiting_queue import WaitingQueue
 
 DECODE = [Bucket(1, 1, 64)]
 
 
-def make_sequence(sequence_id: int, num_tokens: int, length_limit: int = 256) -> Sequence:
-    request = Request(f"request-{sequence_id}", (1,) * num_tokens, SamplingParams())
+def make_sequence(
+    sequence_id: int, num_tokens: int, length_limit: int = 256, priority: int = 0
+) -> Sequence:
+    name = f"request-{sequence_id}"
+    request = Request(name, (1,) * num_tokens, SamplingParams(), priority=priority)
     return Sequence(
         sequence_id, request, np.ones(num_tokens, np.int32), 0, (), length_limit=length_limit
     )
@@ -44,7 +47,7 @@ def make_table(lengths: list[int], num_blocks: int = 257, num_slots: int = 17) -
 def make_queue(*sequences: Sequence) -> WaitingQueue:
     queue = WaitingQueue()
     for sequence in sequences:
-        queue.append(sequence)
+        queue.add(sequence)
     return queue
 
 
@@ -59,18 +62,6 @@ def shares(
 
 def bucket_table(prefill: list[Bucket]) -> BucketTable:
     return BucketTable({StepKind.PREFILL: prefill, StepKind.DECODE: DECODE})
-
-
-# --- the queue -------------------------------------------------------------------
-
-
-def test_the_queue_keeps_order_and_puts_preempted_sequences_first() -> None:
-    first, second, third = (make_sequence(sequence_id, 4) for sequence_id in range(3))
-    queue = make_queue(second, third)
-    queue.put_back(first)
-    assert list(queue) == [first, second, third]
-    queue.remove(second)
-    assert (list(queue), len(queue)) == ([first, third], 2)
 
 
 # --- starting --------------------------------------------------------------------
@@ -120,12 +111,12 @@ def test_a_prompt_without_room_is_overtaken_a_bounded_number_of_times() -> None:
     queue = make_queue(large)
     table = make_table([], num_blocks=9, num_slots=9)
     for sequence_id in range(1, OVERTAKES_MAX + 1):
-        queue.append(make_sequence(sequence_id, 3, length_limit=4))
+        queue.add(make_sequence(sequence_id, 3, length_limit=4))
         start_waiting(queue, table)
         assert list(queue) == [large]
         table.leave(1, SequenceStatus.FINISHED)
     assert large.num_overtakes == OVERTAKES_MAX
-    queue.append(make_sequence(99, 3, length_limit=4))
+    queue.add(make_sequence(99, 3, length_limit=4))
     start_waiting(queue, table)
     assert len(queue) == 2
 
@@ -136,6 +127,100 @@ def test_a_preempted_prompt_without_room_is_not_overtaken() -> None:
     queue = make_queue(preempted, make_sequence(1, 3))
     start_waiting(queue, make_table([], num_blocks=9))
     assert len(queue) == 2
+
+
+# --- priorities ------------------------------------------------------------------
+
+
+def running_table(num_blocks: int, *running: tuple[int, int]) -> RunningTable:
+    """A table in which sequences of (priority, tokens) have all their blocks, and decode."""
+    table = make_table([], num_blocks=num_blocks, num_slots=5)
+    for sequence_id, (priority, num_tokens) in enumerate(running):
+        table.enter(make_sequence(sequence_id, num_tokens, num_tokens + 1, priority))
+        assert table.claim(sequence_id + 1, num_tokens)
+        table.begin_decoding(sequence_id + 1)
+    return table
+
+
+def preempted(table: RunningTable) -> list[int]:
+    return [sequence.sequence_id for sequence in table.take_preempted()]
+
+
+def test_prompts_start_by_priority() -> None:
+    table = make_table([], num_slots=3)
+    queue = make_queue(*(make_sequence(i, 4, priority=p) for i, p in enumerate((2, 0, -1, 0))))
+    start_waiting(queue, table)
+    assert [sequence.sequence_id for sequence in queue] == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("priority", "num_tokens", "expected"),
+    [
+        # Three blocks are free, and four held by each of the three that run.
+        (0, 11, []),
+        (0, 12, [2]),
+        (0, 27, [2]),
+        (0, 28, [2, 1]),
+        (0, 43, [2, 1]),
+        # Nobody gives way to an equal, nor in vain.
+        (1, 27, []),
+        (0, 44, []),
+        (-1, 44, [2, 1, 0]),
+        (-1, 60, []),
+    ],
+)
+def test_less_urgent_sequences_give_way_if_that_is_enough(
+    priority: int, num_tokens: int, expected: list[int]
+) -> None:
+    table = running_table(16, (0, 16), (1, 16), (1, 16))
+    queue = make_queue(make_sequence(9, num_tokens, priority=priority))
+    start_waiting(queue, table)
+    assert preempted(table) == expected
+    assert len(queue) == (num_tokens > 11 and not expected)
+
+
+def test_a_slot_is_made_free_for_an_urgent_prompt() -> None:
+    table = running_table(99, (0, 4), (2, 4), (1, 4), (2, 4))
+    queue = make_queue(make_sequence(9, 4), make_sequence(10, 4))
+    start_waiting(queue, table)
+    # One slot is enough for the first in line; the next one in line gets its turn afterwards.
+    assert preempted(table) == [3]
+    assert len(queue) == 1
+    start_waiting(queue, table)
+    assert preempted(table) == [1]
+
+
+def test_nobody_else_takes_the_room_that_was_made() -> None:
+    table = running_table(9, (1, 16), (1, 12))
+    table.last_steps[1:3] = 8, 7
+    queue = make_queue(make_sequence(8, 20), make_sequence(9, 2, priority=1))
+    start_waiting(queue, table)
+    # Its memory comes back with the step in flight, and the small one that would fit waits.
+    assert (preempted(table), len(queue)) == ([1], 2)
+    table.settle(7)
+    start_waiting(queue, table)
+    assert (preempted(table), len(queue)) == ([0], 2)
+    table.settle(8)
+    start_waiting(queue, table)
+    assert [sequence.sequence_id for sequence in queue] == []
+
+
+def test_a_promoted_prompt_costs_nobody_their_memory() -> None:
+    table = running_table(9, (0, 16), (1, 12))
+    starved = make_sequence(8, 20, priority=1)
+    starved.is_promoted = True
+    queue = make_queue(starved)
+    start_waiting(queue, table)
+    assert (preempted(table), len(queue)) == ([], 1)
+
+
+def test_chunks_are_given_by_priority() -> None:
+    table = make_table([], num_slots=5)
+    for sequence_id, priority in enumerate((1, 0)):
+        table.enter(make_sequence(sequence_id, 100, priority=priority))
+    rows, num_tokens = choose_chunks(table, bucket_table([Bucket(2, 16, 64)]), False)
+    # The half of the first in rank; the rest goes to the shortest rest, which it has too now.
+    assert table.sequence_ids[rows].tolist() == [1] and num_tokens.tolist() == [16]
 
 
 # --- sharing a step --------------------------------------------------------------

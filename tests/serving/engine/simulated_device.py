@@ -214,11 +214,19 @@ class CheckedEngine:
         sampling: SamplingParams | None = None,
         images: tuple[RequestImage, ...] = (),
         cache_salt: str = "",
+        priority: int = 0,
     ) -> str:
         """Admit a request and return its name; raises as the engine does."""
         sampling = sampling or SamplingParams(temperature=0)
         name = f"request-{len(self._requests)}"
-        request = Request(name, tuple(prompt), sampling, images=images, cache_salt=cache_salt)
+        request = Request(
+            name,
+            tuple(prompt),
+            sampling,
+            images=images,
+            cache_salt=cache_salt,
+            priority=priority,
+        )
         self.engine.admit(request)
         seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
         self._requests[name] = request

@@ -57,7 +57,12 @@ samplings = st.builds(
     stop_token_ids=st.just(()) | st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3).map(tuple),
     ignore_eos=st.sampled_from([True, True, False]),
 )
-admissions = st.tuples(st.just("admit"), st.integers(1, 9) | st.integers(10, 40), samplings)
+admissions = st.tuples(
+    st.just("admit"),
+    st.integers(1, 9) | st.integers(10, 40),
+    samplings,
+    st.sampled_from([0, 0, 0, -1, 2]),
+)
 events = st.one_of(
     *[admissions] * 4,
     st.tuples(st.just("abort"), st.integers(0, 20)),
@@ -100,7 +105,7 @@ def test_random_traces_end_with_the_right_tokens(
             # Few different beginnings, so that prompts share them.
             prompt = prompt_of(values[0], len(names) % 3)
             if len(prompt) < checked.length_max:
-                names.append(checked.admit(prompt, values[1]))
+                names.append(checked.admit(prompt, values[1], priority=values[2]))
             else:
                 with pytest.raises(RequestError):
                     checked.admit(prompt, values[1])
@@ -139,7 +144,8 @@ def test_crowded_traces_end_with_the_right_tokens(seed: int) -> None:
                     source.randint(1, min(14, checked.length_max - 1)), len(names) % 4
                 )
                 sampling = SamplingParams(source.randint(1, 40), 0.5, ignore_eos=True)
-                names.append(checked.admit(prompt, sampling))
+                priority = source.choice([0, 0, 1])
+                names.append(checked.admit(prompt, sampling, priority=priority))
             elif call == "plan":
                 checked.plan()
             else:

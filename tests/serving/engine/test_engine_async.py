@@ -56,7 +56,8 @@ def play(
             stop_token_ids=tuple(source.sample(range(VOCAB_SIZE), source.randint(0, 3))),
             ignore_eos=source.random() < 0.5,
         )
-        name = checked.admit(prompt_of(length, source.randint(0, 2)), sampling)
+        prompt, priority = prompt_of(length, source.randint(0, 2)), source.choice([0, 0, 3, -3])
+        name = checked.admit(prompt, sampling, priority=priority)
         for _ in range(source.randint(0, 4)):
             checked.step()
         if source.random() < 0.15 and name not in checked.reasons:

@@ -172,12 +172,16 @@ class ControlledEngine(CheckedEngine):
         self.deltas: dict[str, list[TokenDelta]] = {}
 
     def admit_controlled(
-        self, prompt: list[int], sampling: SamplingParams, pattern: str | None = None
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        pattern: str | None = None,
+        priority: int = 0,
     ) -> str:
         constraint = None if pattern is None else OutputConstraint(ConstraintKind.REGEX, pattern)
         grammar = None if constraint is None else COMPILER.compile(constraint)
         name = f"request-{len(self._requests)}"
-        request = Request(name, tuple(prompt), sampling, constraint=constraint)
+        request = Request(name, tuple(prompt), sampling, constraint=constraint, priority=priority)
         self.engine.admit(request, grammar)
         seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
         self._requests[name], self.outputs[name], self.deltas[name] = request, [], []
@@ -242,7 +246,8 @@ def test_random_traces(seed: int, in_flight_max: int) -> None:
         length = source.randint(1, min(14, checked.length_max - 1))
         prompt = [(i * 5 + source.randint(0, 1)) % VOCAB_SIZE for i in range(length)]
         pattern = source.choice([None, None, *PATTERNS])
-        name = checked.admit_controlled(prompt, random_sampling(source), pattern)
+        priority = source.choice([0, 0, 0, 1, -1])
+        name = checked.admit_controlled(prompt, random_sampling(source), pattern, priority)
         for _ in range(source.randint(0, 4)):
             checked.step()
         if source.random() < 0.15 and name not in checked.reasons:
@@ -258,6 +263,21 @@ def test_preemption_rebuilds_counts_and_keeps_grammars() -> None:
         checked.admit_controlled([1 + number] * 6, penalised, "[a-v]{14}")
     checked.drain()
     assert checked.engine.status().num_preemptions > 0
+
+
+@pytest.mark.parametrize("in_flight_max", [1, 2])
+def test_a_constrained_request_that_gives_way_to_an_urgent_one_keeps_to_its_grammar(
+    in_flight_max: int,
+) -> None:
+    checked = ControlledEngine(num_slots=2, in_flight_max=in_flight_max)
+    sampling = SamplingParams(max_tokens=12, temperature=0, frequency_penalty=1.0)
+    name = checked.admit_controlled([1, 2, 3], sampling, "(abc)+d", priority=1)
+    while len(checked.outputs[name]) < 5:
+        checked.step()
+    urgent = checked.admit_controlled([4], replace(sampling, max_tokens=2), "[a-c]+")
+    checked.drain()
+    assert list(checked.reasons) == [urgent, name]
+    assert checked.engine.status().num_preemptions == 1
 
 
 def test_a_text_that_the_vocabulary_cannot_write_is_refused() -> None:

@@ -52,6 +52,11 @@ def test_forms_of_prompts(prompt: object, expected: list[tuple[int, ...]]) -> No
     assert len({request.request_id for request in call.requests}) == len(expected)
 
 
+def test_all_prompts_of_a_call_have_its_priority() -> None:
+    call = make_call(["ab", "c"], priority=4)
+    assert [request.priority for request in call.requests] == [4, 4]
+
+
 def test_limit_of_tokens() -> None:
     assert make_call([3] * 60).requests[0].sampling.max_tokens == 4, "what the context leaves"
     assert make_call([3]).requests[0].sampling.max_tokens == 16

@@ -63,6 +63,11 @@ def test_request_has_the_prompt_and_the_sampling_of_the_body() -> None:
     assert make_call().requests[0].request_id != request.request_id
 
 
+def test_a_priority_reaches_the_request() -> None:
+    assert make_call().requests[0].priority == 0
+    assert make_call(priority=-3).requests[0].priority == -3
+
+
 def test_explicit_sampling_holds_while_thinking_too() -> None:
     # The converter fixes the temperature at 1 while the model thinks; a client that says 0 means 0.
     call = make_call(thinking={"type": "enabled"}, temperature=0, top_p=0.5)

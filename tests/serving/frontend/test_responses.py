@@ -108,6 +108,7 @@ def test_image_and_logprobs(client: openai.OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": "x" * 100_000}, "input"),
         ({"cache_salt": 3}, "cache_salt"),
+        ({"priority": "high"}, "priority"),
     ],
 )
 def test_refusals(client: openai.OpenAI, changes: dict[str, Any], param: str) -> None:
@@ -151,6 +152,10 @@ def test_limits_of_strict_schemas_are_kept() -> None:
     assert json.loads(constraint.text) == schema
     with pytest.raises(ApiError, match="at most one"):
         make_call(text={"format": form}, guided_regex="a")
+
+
+def test_priority_reaches_the_engine() -> None:
+    assert make_call(priority=-1).requests[0].priority == -1
 
 
 def test_cache_salt_reaches_the_engine() -> None:
