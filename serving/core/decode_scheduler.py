@@ -65,16 +65,24 @@ def choose_lengths(
     # The last token of a sequence is never fed, so neither is a draft in its place.
     stop = np.minimum(table.length_limits[rows] - 1, largest.num_blocks * table.block_size)
     num_drafts = np.where(table.is_controlled[rows], 0, np.minimum(drafts_max, stop - ends))
-    is_growing = table.blocks_for(ends + num_drafts) > table.num_blocks[rows]
-    for index in np.flatnonzero(is_growing).tolist():
-        reach = table.claim_free(int(rows[index]), int(ends[index] + num_drafts[index]))
-        num_drafts[index] = min(num_drafts[index], reach - ends[index])
-    width = table.blocks_for(ends + num_drafts).max()
+    num_blocks = table.blocks_for(ends + num_drafts)
+    growing = np.flatnonzero(num_blocks > table.num_blocks[rows])
+    if len(growing) and not table.claim_all(rows[growing], (ends + num_drafts)[growing]):
+        for index in growing.tolist():
+            reach = table.claim_free(int(rows[index]), int(ends[index] + num_drafts[index]))
+            num_drafts[index] = min(num_drafts[index], reach - ends[index])
+        num_blocks = table.blocks_for(ends + num_drafts)
+    width = num_blocks.max()
     cost = _step_cost([b for b in fitting if b.num_blocks >= width], step_ms, slope_ms)
+    num_total = num_rows + int(num_drafts.sum())
+    if cost is None and num_total <= largest.num_tokens:
+        return (1 + num_drafts).astype(np.int32)
     rounds = table.num_rounds[rows]
     before = survival_rates(table.confidences_before[rows], rounds > 1, num_drafts)
-    newest = survival_rates(table.confidences[rows], rounds > 0, num_drafts)
     total = min(total_rows(before, num_drafts, cost), largest.num_tokens)
+    if total == num_total:
+        return (1 + num_drafts).astype(np.int32)
+    newest = survival_rates(table.confidences[rows], rounds > 0, num_drafts)
     return share_rows(newest, num_drafts, total)
 
 
@@ -94,6 +102,8 @@ def _step_cost(
 
 def _grow(table: RunningTable, rows: np.ndarray, growing: np.ndarray) -> np.ndarray:
     """Claim blocks for the growing rows, first in rank first; the rows that can run after that."""
+    if table.claim_all(growing, table.num_scheduled[growing] + 1):
+        return rows
     for row in growing[np.argsort(table.ranks[growing])].tolist():
         # One before it may have preempted this one.
         if table.sequences[row] is not None:

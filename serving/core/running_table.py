@@ -38,7 +38,8 @@ from serving.core.prefix import PrefixIndex, block_boundary
 from serving.core.sequence import Sequence, SequenceStatus
 
 _NO_SEQUENCE = -1
-_NO_TOKEN = -1
+_NO_TOKEN = -2
+"""Not -1, which stands in results where there is no token."""
 _EMPTY, _PREFILL, _DECODE = 0, 1, 2
 
 
@@ -64,7 +65,7 @@ class RunningTable:
         last_steps: [S] int64, newest step that contains the row; -1 before the first.
         num_blocks: [S] int32, blocks held.
         block_tables: [S, B] int32, the blocks in order of position, then zeros.
-        stop_tokens: [S, K] int32, tokens that end the sequence, then -1.
+        stop_tokens: [S, K] int32, tokens that end the sequence, then -2.
         temperatures: [S] float32.   top_ks: [S] int32.   top_ps: [S] float32.
         seeds: [S] int64.
         confidences, confidences_before: [S, N] float32, of the newest drafts that the host has
@@ -72,6 +73,9 @@ class RunningTable:
         num_rounds: [S] int32, how often the host has heard of drafts.
         is_controlled: [S] bool, rows whose sequence has controls.
         sequences: the sequence of each row, None where there is none.
+        request_ids, outputs: [S] objects, what deltas are made of: `request.request_id` and
+            `output_token_ids` of the sequence.
+        num_prompt_tokens, num_cached_tokens: [S] int32, for deltas too.
         blocks, slots: the pools.
         prefixes: what may be shared. Slots `num_slots` and up are for its snapshots.
     """
@@ -90,6 +94,10 @@ class RunningTable:
         self.blocks = BlockPool(num_blocks, self.prefixes.forget)
         self.block_size = block_size
         self.sequences: list[Sequence | None] = [None] * num_slots
+        self.request_ids = np.full(num_slots, None, object)
+        self.outputs = np.full(num_slots, None, object)
+        self.num_prompt_tokens = np.zeros(num_slots, np.int32)
+        self.num_cached_tokens = np.zeros(num_slots, np.int32)
         self.sequence_ids = np.full(num_slots, _NO_SEQUENCE, np.int64)
         self.ranks = np.full(num_slots, _NO_SEQUENCE, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int32)
@@ -189,6 +197,10 @@ class RunningTable:
         self._share_prefix(row, sequence, num_usable_blocks)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_reused
+        self.request_ids[row] = sequence.request.request_id
+        self.outputs[row] = sequence.output_token_ids
+        self.num_prompt_tokens[row] = len(sequence.prompt)
+        self.num_cached_tokens[row] = sequence.num_cached_tokens
         self.length_limits[row] = sequence.length_limit
         self.last_steps[row] = -1
         self.temperatures[row] = sampling.temperature
@@ -214,7 +226,7 @@ class RunningTable:
         sequence.row = 0
         sequence.tail_key = None
         self._restores.pop(row, None)
-        self.sequences[row] = None
+        self.sequences[row] = self.request_ids[row] = self.outputs[row] = None
         self.sequence_ids[row] = self.ranks[row] = _NO_SEQUENCE
         self._phases[row] = _EMPTY
         if self.last_steps[row] > self._settled_step:
@@ -275,6 +287,24 @@ class RunningTable:
         restores = [(snapshot, row) for row, snapshot in self._restores.items()]
         self._restores.clear()
         return np.array(restores, np.int32).reshape(-1, 2)
+
+    def claim_all(self, rows: np.ndarray, num_tokens: np.ndarray) -> bool:
+        """Make the blocks of the rows [N] hold `num_tokens` [N] tokens, with free blocks alone.
+
+        Returns False, and leaves all rows as they are, if there are too few.
+        """
+        num_held = self.num_blocks[rows]
+        num_wanted = np.maximum(self.blocks_for(num_tokens) - num_held, 0)
+        num_taken = int(num_wanted.sum())
+        if num_taken > self.blocks.num_free:
+            return False
+        if num_taken:
+            # Places behind those that the row of each block holds already.
+            firsts = np.cumsum(num_wanted) - num_wanted
+            places = np.arange(num_taken) + np.repeat(num_held - firsts, num_wanted)
+            self.block_tables[np.repeat(rows, num_wanted), places] = self.blocks.allocate(num_taken)
+            self.num_blocks[rows] = num_held + num_wanted
+        return True
 
     def claim_free(self, row: int, num_tokens: int) -> int:
         """Make the row's blocks hold up to `num_tokens` tokens with free blocks alone.

@@ -6,7 +6,7 @@ rates of a batch takes a prefix of every sequence. Three questions, in order:
 
 1. `survival_rates`: how likely is each draft to be accepted;
 2. `total_rows`: how many rows make the most tokens per time, given what steps of each compiled
-   size cost. Time is a staircase, so every total is looked at, not only the next one;
+   size cost. Time is a staircase, so the end of every stair is looked at, not only the next one;
 3. `share_rows`: which sequences get them.
 
 *Why two sets of rates.* Verification leaves the text exactly as the model would have written it
@@ -76,8 +76,11 @@ def survival_rates(
         num_drafts: [S] integers, drafts that a sequence has and may use.
     """
     rates = np.cumprod(confidences, axis=1, dtype=np.float64)
-    rates = np.where(is_known[:, None], rates, 1.0)
-    return np.where(_is_draft(rates, num_drafts), rates, 0.0)
+    if not is_known.all():
+        rates[~is_known] = 1.0
+    if not (num_drafts >= rates.shape[1]).all():
+        rates[~_is_draft(rates, num_drafts)] = 0.0
+    return rates
 
 
 def total_rows(rates: np.ndarray, num_drafts: np.ndarray, cost: StepCost | None) -> int:
@@ -101,8 +104,13 @@ def total_rows(rates: np.ndarray, num_drafts: np.ndarray, cost: StepCost | None)
             "the cost table"
         )
     gains = np.cumsum(np.sort(usable)[::-1])
-    expected_tokens = num_sequences + np.concatenate(([0.0], gains))
-    totals = num_sequences + np.arange(len(expected_tokens))
+    # Between two sizes the time is that of the larger one and the gain grows, so that only the
+    # ends of the stairs, and the last draft that gains anything, can be best.
+    last = num_sequences + len(usable)
+    ends = {min(max(size, num_sequences), last) for size in cost.sizes}
+    num_gaining = int(np.count_nonzero(usable > 0))
+    totals = np.array(sorted({num_sequences, num_sequences + num_gaining, *ends}))
+    expected_tokens = num_sequences + np.concatenate(([0.0], gains))[totals - num_sequences]
     return int(totals[np.argmax(expected_tokens / cost.predict_ms(totals))])
 
 

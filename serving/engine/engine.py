@@ -32,6 +32,7 @@ from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import controls_of
 from serving.core.cost_correction import CostCorrection
 from serving.core.grammar import Grammar
+from serving.core.outputs import add_tokens
 from serving.core.prefill_scheduler import PrefillBudget
 from serving.core.prefix import root_key
 from serving.core.request import (
@@ -254,23 +255,24 @@ class Engine:
             self._correction.observe(plan.bucket, result.elapsed_ms)
         table = self._table
         is_running = table.sequence_ids[plan.slots] == plan.sequence_ids
-        rows, counts = plan.slots[is_running], plan.num_tokens[is_running]
-        tokens = result.token_ids[is_running].reshape(-1, self.limits.num_drafts + 1)
+        running = slice(None) if is_running.all() else is_running
+        rows, counts = plan.slots[running].astype(np.intp), plan.num_tokens[running]
+        tokens = result.token_ids[running].reshape(-1, self.limits.num_drafts + 1)
         table.num_in_flight[rows] -= 1
+        num_kept = np.count_nonzero(tokens >= 0, axis=1)
+        is_sampled: np.ndarray | slice = slice(None)
         if plan.kind is StepKind.PREFILL:
-            num_computed = plan.starts[is_running] + counts
+            num_computed = plan.starts[running] + counts
             # A chunk that is not a prompt's last one samples too, but its token means nothing.
             is_sampled = table.num_tokens[rows] == num_computed
         else:
-            num_kept = (tokens >= 0).sum(axis=1)
             table.num_scheduled[rows] += num_kept - counts
             self._count_drafts(counts - 1, num_kept - 1)
             num_computed = table.num_computed[rows] + num_kept
-            is_sampled = np.ones(len(rows), bool)
         if result.confidences is not None:
-            table.add_confidences(rows, result.confidences[is_running])
+            table.add_confidences(rows, result.confidences[running])
         controlled = [] if plan.controls is None else self._take_prompts(plan, result, is_running)
-        deltas, over = self._add_tokens(rows[is_sampled], tokens[is_sampled])
+        deltas, over = add_tokens(table, rows[is_sampled], tokens[is_sampled], num_kept[is_sampled])
         # What was kept behind an end does not count.
         table.add_computed(rows, np.minimum(num_computed, table.num_tokens[rows]))
         self._snapshots.settle(plan.step_index)
@@ -279,13 +281,14 @@ class Engine:
             assert sequence is not None, f"row {row} is over but empty"
             del self._sequences[sequence.request.request_id]
             table.leave(row, SequenceStatus.FINISHED)
-        # Places among the deltas of the rows of the plan.
-        places = np.full(plan.num_rows, -1)
-        places[np.flatnonzero(is_running)[is_sampled]] = np.arange(len(deltas))
-        for index, sequence in controlled:
-            at = int(places[index])
-            if at >= 0:
-                deltas[at] = self._take_tokens(sequence, plan, index, result, deltas[at])
+        if controlled:
+            # Places among the deltas of the rows of the plan.
+            places = np.full(plan.num_rows, -1)
+            places[np.flatnonzero(is_running)[is_sampled]] = np.arange(len(deltas))
+            for index, sequence in controlled:
+                at = int(places[index])
+                if at >= 0:
+                    deltas[at] = self._take_tokens(sequence, plan, index, result, deltas[at])
         table.settle(plan.step_index)
         return deltas
 
@@ -312,6 +315,8 @@ class Engine:
 
     def _plan_prefill(self) -> StepPlan | None:
         table = self._table
+        if not len(table.prefilling_rows):
+            return None
         shortest_first = self._num_prefill_steps % 2 == 1
         rows, num_tokens = prefill_scheduler.choose_chunks(
             table, self.buckets, shortest_first, self._prefill_budget
@@ -403,40 +408,15 @@ class Engine:
             ),
         )
 
-    def _add_tokens(
-        self, rows: np.ndarray, tokens: np.ndarray
-    ) -> tuple[list[TokenDelta], list[int]]:
-        """Append what the rows [R] sampled, `tokens` [R, W] filled up with -1, up to their ends.
-
-        Returns:
-            what the clients are told, and the rows that are finished.
-        """
-        table = self._table
-        is_stop = (tokens[:, :, None] == table.stop_tokens[rows][:, None, :]).any(axis=2)
-        is_stop &= tokens >= 0
-        ends_by_token = is_stop.any(axis=1)
-        num_added = (tokens >= 0).sum(axis=1)
-        num_added = np.where(ends_by_token, is_stop.argmax(axis=1) + 1, num_added)
-        table.num_tokens[rows] += num_added
-        table.last_tokens[rows] = tokens[np.arange(len(rows)), num_added - 1]
-        is_over = ends_by_token | (table.num_tokens[rows] >= table.length_limits[rows])
-        deltas: list[TokenDelta] = []
-        columns = (rows, num_added, is_over, ends_by_token)
-        for row, count, over, stopped, some in zip(
-            *(column.tolist() for column in columns), tokens.tolist(), strict=True
-        ):
-            sequence = table.sequences[row]
-            assert sequence is not None, f"row {row} is committed but empty"
-            added = tuple(some[:count])
-            sequence.output_token_ids += added
-            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-            deltas.append(sequence.delta(added, reason if over else None))
-        return deltas, rows[is_over].tolist()
-
     def _count_drafts(self, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
-        place = np.arange(self.limits.num_drafts)
-        self._num_verified += (num_verified[:, None] > place).sum(axis=0)
-        self._num_accepted += (num_accepted[:, None] > place).sum(axis=0)
+        num_drafts = self.limits.num_drafts
+        for total, counts in (
+            (self._num_verified, num_verified),
+            (self._num_accepted, num_accepted),
+        ):
+            # How many counts exceed each place: those of the histogram behind it.
+            behind = np.cumsum(np.bincount(counts, minlength=num_drafts + 1)[::-1])[::-1]
+            total += behind[1:]
 
     def _take_prompts(
         self, plan: StepPlan, result: StepResult, is_running: np.ndarray

@@ -33,7 +33,7 @@ def test_entering_fills_the_columns_and_leaving_returns_everything() -> None:
     assert (table.num_tokens[row], table.num_scheduled[row], table.length_limits[row]) == (5, 0, 30)
     assert (table.temperatures[row], table.top_ks[row], table.top_ps[row]) == (0.5, 3, 0.25)
     assert table.seeds[row] == 2**40
-    assert table.stop_tokens[[row, other]].tolist() == [[4, 9], [2, -1]]
+    assert table.stop_tokens[[row, other]].tolist() == [[4, 9], [2, -2]]
     assert table.claim(row, 9)
     assert table.num_blocks[row] == 3
     assert (table.block_tables[row] > 0).tolist() == [True] * 3 + [False] * 5
@@ -48,7 +48,7 @@ def test_entering_fills_the_columns_and_leaving_returns_everything() -> None:
     again = enter(table, 8)
     assert again == row
     assert table.last_steps[row] == -1
-    assert table.stop_tokens[row].tolist() == [-1, -1]
+    assert table.stop_tokens[row].tolist() == [-2, -2]
 
 
 def test_claims_grow_and_never_shrink() -> None:
@@ -209,3 +209,19 @@ def test_what_is_needed_again_leaves_the_free_blocks() -> None:
     table.forget_prefixes()
     assert table.num_usable_blocks(waiting) == 0
     assert (table.blocks.num_free, table.blocks.num_free_named) == (11, 0)
+
+
+def test_blocks_of_many_rows_are_claimed_at_once_or_not_at_all() -> None:
+    table = make_table(num_blocks=10)
+    rows = np.array([enter(table, sequence_id) for sequence_id in range(3)])
+    assert table.claim(int(rows[1]), 5)
+    assert table.claim_all(rows, np.array([9, 8, 0]))
+    assert table.num_blocks[rows].tolist() == [3, 2, 0]
+    held = table.block_tables[rows, :3][table.block_tables[rows, :3] > 0]
+    assert len(set(held.tolist())) == 5 == table.blocks.num_usable - table.blocks.num_free
+    assert (table.block_tables[rows[1], :2] > 0).all()
+    before = table.block_tables.copy()
+    assert not table.claim_all(rows, np.array([13, 16, 8]))
+    np.testing.assert_array_equal(table.block_tables, before)
+    assert table.claim_all(rows, np.array([13, 12, 8]))
+    assert table.blocks.num_free == 0

@@ -70,6 +70,32 @@ def test_equal_prospects_take_the_smaller_step() -> None:
     assert total_rows(certain, np.array([1]), StepCost((1, 2), (1.0, 1.9))) == 2
 
 
+@given(
+    confidences=st.lists(
+        st.lists(st.sampled_from((0.0, 0.3, 0.9, 1.0)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    stairs=st.dictionaries(st.integers(1, 20), st.sampled_from((1.0, 1.5, 2.0, 4.0)), max_size=5),
+    slope_ms=st.sampled_from((0.0, 0.1)),
+)
+def test_the_total_is_the_best_of_all(
+    confidences: list[list[float]], stairs: dict[int, float], slope_ms: float
+) -> None:
+    stairs[99] = 5.0
+    sizes = tuple(sorted(size for size in stairs if size >= len(confidences)))
+    cost = StepCost(sizes, tuple(stairs[size] for size in sizes), slope_ms)
+    num_drafts = np.full(len(confidences), 3)
+    rates = survival_rates(np.array(confidences), np.ones(len(confidences), bool), num_drafts)
+    gains = np.cumsum(np.sort(rates.reshape(-1))[::-1])
+    tokens = len(rates) + np.concatenate(([0.0], gains))
+    per_ms = tokens / cost.predict_ms(len(rates) + np.arange(len(tokens)))
+    total = total_rows(rates, num_drafts, cost)
+    assert per_ms[total - len(rates)] == pytest.approx(per_ms.max())
+    if list(cost.times_ms) == sorted(cost.times_ms):
+        assert total == len(rates) + int(np.argmax(per_ms > per_ms.max() - 1e-9))
+
+
 def test_slope_and_sampling_change_the_choice() -> None:
     rates = rates_of((0.8, 0.5, 0.5, 0.5, 0.5))
     flat = StepCost((1, 2, 3, 6), (1.0, 1.0, 1.0, 1.0))
