@@ -4,8 +4,9 @@ biases, penalties, a floor of probability, and log probabilities.
 Few requests ask for any. Those have a `SequenceControls`, and a step that contains one of them
 carries a `StepControls`, made in `step_controls.py`; every other step has none and costs nothing.
 
-All of it follows from tokens that are known: the mask for a token depends on every token before
-it. So a sequence with controls is planned only when its last token has come back.
+Masks and counts follow from tokens that are known: the mask for a token depends on every token
+before it. So a sequence with a grammar or penalties is planned only when its last token has come
+back. Biases, floors and log probabilities need no such wait.
 
 Penalties need to know how often each token has occurred. The device keeps these counts in the
 sequence's state slot and is told what has changed (`CountEdits`).
@@ -131,6 +132,11 @@ class SequenceControls:
         self._counts: dict[int, int] = {}
         self._num_counted = 0
         self._counted_at: tuple[int, int] | None = None
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether what the next token may be depends on all tokens before it."""
+        return self.grammar is not None or self.sampling.has_penalties
 
     @property
     def adjusts(self) -> bool:

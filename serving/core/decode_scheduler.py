@@ -5,7 +5,7 @@ that every sequence gets its turn. A sequence grows by one block when its next t
 
 If the device drafts, a row also verifies drafts: as many as `verify_lengths` finds worth their
 time, and as find room in free blocks. No sequence loses memory for another one's drafts. Rows with
-controls verify none, because the host does not know the drafts that their grammars have to allow.
+a grammar verify none, because the host does not know the drafts that it has to allow.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def choose_lengths(
     largest = max(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_blocks))
     # The last token of a sequence is never fed, so neither is a draft in its place.
     stop = np.minimum(table.length_limits[rows] - 1, largest.num_blocks * table.block_size)
-    num_drafts = np.where(table.is_controlled[rows], 0, np.minimum(drafts_max, stop - ends))
+    num_drafts = np.where(table.is_constrained[rows], 0, np.minimum(drafts_max, stop - ends))
     num_blocks = table.blocks_for(ends + num_drafts)
     growing = np.flatnonzero(num_blocks > table.num_blocks[rows])
     if len(growing) and not table.claim_all(rows[growing], (ends + num_drafts)[growing]):

@@ -72,6 +72,8 @@ class RunningTable:
             heard of and of those before them.
         num_rounds: [S] int32, how often the host has heard of drafts.
         is_controlled: [S] bool, rows whose sequence has controls.
+        is_stepwise: [S] bool, those of them whose controls go by all tokens before the next one.
+        is_constrained: [S] bool, those of them that have a grammar.
         sequences: the sequence of each row, None where there is none.
         request_ids, outputs: [S] objects, what deltas are made of: `request.request_id` and
             `output_token_ids` of the sequence.
@@ -118,6 +120,8 @@ class RunningTable:
         self.top_ps = np.ones(num_slots, np.float32)
         self.seeds = np.zeros(num_slots, np.int64)
         self.is_controlled = np.zeros(num_slots, bool)
+        self.is_stepwise = np.zeros(num_slots, bool)
+        self.is_constrained = np.zeros(num_slots, bool)
         self.confidences = np.zeros((num_slots, num_drafts), np.float32)
         self.confidences_before = np.zeros((num_slots, num_drafts), np.float32)
         self.num_rounds = np.zeros(num_slots, np.int32)
@@ -144,11 +148,11 @@ class RunningTable:
         """[N] decoding rows that need another step, whatever those in flight keep, ascending.
 
         A row that may have reached its end, if all its drafts are kept, waits until that is known.
-        Controls of a row depend on all of its tokens, so such a row waits for each of them.
+        Controls of a row may depend on all of its tokens; such a row waits for each step's.
         """
         rows = self.decoding_rows
         rows = rows[self.num_scheduled[rows] + 1 < self.length_limits[rows]]
-        return rows[(self.num_in_flight[rows] == 0) | ~self.is_controlled[rows]]
+        return rows[(self.num_in_flight[rows] == 0) | ~self.is_stepwise[rows]]
 
     @property
     def is_retiring(self) -> bool:
@@ -207,7 +211,10 @@ class RunningTable:
         self.top_ks[row] = sampling.top_k
         self.top_ps[row] = sampling.top_p
         self.seeds[row] = sequence.seed
-        self.is_controlled[row] = sequence.controls is not None
+        controls = sequence.controls
+        self.is_controlled[row] = controls is not None
+        self.is_stepwise[row] = controls is not None and controls.is_stepwise
+        self.is_constrained[row] = controls is not None and controls.grammar is not None
         self._set_stop_tokens(row, sequence.stop_token_ids)
         self._phases[row] = _PREFILL
 

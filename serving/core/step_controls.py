@@ -28,8 +28,8 @@ def plan_controls(
 ) -> StepControls | None:
     """The controls of a step, None if no row has any. The arguments are as in its plan.
 
-    Tokens of a decode row after its last known one are drafts; the grammar of the row, if it has
-    one, must allow them (`SequenceControls.num_legal`).
+    Tokens of a decode row after its last known one are drafts. If the row has a grammar, its last
+    token must be known and the grammar allow its drafts (`SequenceControls.num_legal`).
     """
     indexes = np.flatnonzero(table.is_controlled[rows])
     if not len(indexes):
@@ -39,8 +39,10 @@ def plan_controls(
     for index in indexes.tolist():
         sequence = table.sequences[int(rows[index])]
         assert sequence is not None, f"row {rows[index]} is planned but empty"
-        num_drafts = max(int(starts[index] + num_tokens[index]) - sequence.num_tokens, 0)
-        drafts = token_ids[stops[index] - num_drafts : stops[index]].tolist()
+        drafts: list[int] = []
+        if table.is_constrained[rows[index]]:
+            num_drafts = max(int(starts[index] + num_tokens[index]) - sequence.num_tokens, 0)
+            drafts = token_ids[stops[index] - num_drafts : stops[index]].tolist()
         builder.add(index, sequence, drafts)
     return builder.finish()
 

@@ -155,9 +155,9 @@ def test_the_total_comes_from_the_round_before_and_the_shares_from_the_newest() 
     assert lengths_of(table, *sizes, step_ms=step_ms) == [1, 4]
 
 
-def test_rows_with_controls_verify_nothing() -> None:
+def test_rows_with_a_grammar_verify_nothing() -> None:
     table = make_table([5, 9], num_drafts=5)
-    table.is_controlled[1] = True
+    table.is_constrained[1] = True
     assert lengths_of(table, WIDE) == [1, 6]
 
 

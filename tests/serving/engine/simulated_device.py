@@ -123,7 +123,7 @@ class SimulatedDevice:
             if step.kind is StepKind.DECODE:
                 assert self._lengths[slot] == start, "the host has lost count"
                 tokens[1:] = self._drafts[slot, : len(tokens) - 1].tolist()
-            per_token = self._run_row(step, row, tokens, start)
+            per_token = self._run_row(step, plan, row, tokens, start)
             kept = per_token[-1:]
             self._lengths[slot] = start + len(tokens)
             if step.kind is StepKind.DECODE:
@@ -167,7 +167,13 @@ class SimulatedDevice:
             seed,
         )
 
-    def _run_row(self, step: PackedStep, row: int, tokens: list[int], start: int) -> list[int]:
+    def _chosen(self, plan: StepPlan, row: int, drafts: list[int], token: int) -> int:
+        """What a row samples behind its last known token and `drafts`, where it may be `token`."""
+        return token
+
+    def _run_row(
+        self, step: PackedStep, plan: StepPlan, row: int, tokens: list[int], start: int
+    ) -> list[int]:
         slot, table = int(step.slots[row]), step.block_tables[row]
         assert slot > 0, "the padding slot was given to a sequence"
         ring = self._slots[slot]
@@ -184,7 +190,13 @@ class SimulatedDevice:
             self._pool[self._place(table, position)] = token
             digest = _extend(digest, token)
             ring[(position + 1) % len(ring)] = position + 1, digest
-            sampled.append(_sample(digest, position + 1, self._sampling_of(step, row)))
+            number = position - start
+            token = _sample(digest, position + 1, self._sampling_of(step, row))
+            if step.kind is StepKind.DECODE:
+                token = self._chosen(plan, row, tokens[1 : number + 1], token)
+            elif number == len(tokens) - 1:
+                token = self._chosen(plan, row, [], token)
+            sampled.append(token)
         return sampled
 
     def _place(self, table: np.ndarray, position: int) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from tests.serving.engine.simulated_device import (
     VOCAB_SIZE,
     CheckedEngine,
     SimulatedDevice,
+    make_buckets,
     make_limits,
 )
 
@@ -56,6 +57,9 @@ TOKENIZER = {
     "decoder": _BYTE_LEVEL,
 }
 COMPILER = GrammarCompiler(json.dumps(TOKENIZER), VOCAB_SIZE, EOS)
+DRAFT_BUCKETS = make_buckets(
+    prefill=[(4, 8, 16), (4, 16, 16)], decode=[(1, 6, 16), (2, 8, 16), (6, 20, 16)]
+)
 PATTERNS = ["[a-c]+", "(ab|cd)*", "[a-v]{2,6}", "k", "[d-f]{3}"]
 
 
@@ -94,27 +98,31 @@ class ControlledDevice(SimulatedDevice):
 
     def collect(self) -> StepResult:
         plan = self.in_flight[0]
-        result = super().collect()
         controls = plan.controls
-        if controls is None:
+        self._samples: list[int] = []
+        if controls is not None:
+            self._edit_counts(plan)
+        result = super().collect()
+        if controls is None or not (controls.reports or (controls.next_tokens >= 0).any()):
             return result
-        self._edit_counts(plan)
-        tokens = result.token_ids.copy()
-        for row in range(plan.num_rows if controls.adjusts else 0):
-            tokens[row] = shifted(
-                int(tokens[row]), self._counts[plan.slots[row]], self._settings(plan, row)
-            )
-            if controls.masks is not None:
-                tokens[row] = legal_token(int(tokens[row]), controls.masks[row])
-        if not (controls.reports or (controls.next_tokens >= 0).any()):
-            return replace(result, token_ids=tokens)
         positions = [
             start + number
             for start, count in zip(plan.starts.tolist(), plan.num_tokens.tolist(), strict=True)
             for number in range(count)
         ]
-        report = StepReport(made_up(tokens.tolist()), made_up(positions))
-        return replace(result, token_ids=tokens, report=report)
+        report = StepReport(made_up(self._samples), made_up(positions))
+        return replace(result, report=report)
+
+    def _chosen(self, plan: StepPlan, row: int, drafts: list[int], token: int) -> int:
+        controls = plan.controls
+        if controls is not None and controls.adjusts:
+            counts = self._counts[plan.slots[row]].copy()
+            np.add.at(counts, drafts, 1)
+            token = shifted(token, counts, self._settings(plan, row))
+            if controls.masks is not None:
+                token = legal_token(token, controls.masks[len(self._samples)])
+        self._samples.append(token)
+        return token
 
     def _edit_counts(self, plan: StepPlan) -> None:
         assert plan.controls is not None
@@ -167,8 +175,9 @@ class ControlledEngine(CheckedEngine):
 
     def __init__(self, **limits: int) -> None:
         made = make_limits(**limits)
-        super().__init__(made, BUCKETS)
-        self.device = ControlledDevice(made, BUCKETS)
+        buckets = DRAFT_BUCKETS if made.num_drafts else BUCKETS
+        super().__init__(made, buckets)
+        self.device = ControlledDevice(made, buckets)
         self.deltas: dict[str, list[TokenDelta]] = {}
 
     def admit_controlled(
@@ -232,8 +241,8 @@ def random_sampling(source: random.Random) -> SamplingParams:
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2]))
-def test_random_traces(seed: int, in_flight_max: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2]), st.sampled_from([0, 5]))
+def test_random_traces(seed: int, in_flight_max: int, num_drafts: int) -> None:
     source = random.Random(seed)
     checked = ControlledEngine(
         num_blocks=source.randint(6, 20),
@@ -241,6 +250,7 @@ def test_random_traces(seed: int, in_flight_max: int) -> None:
         context_max=source.choice([12, 24]),
         num_snapshots=source.choice([0, 3]),
         in_flight_max=in_flight_max,
+        num_drafts=num_drafts,
     )
     for _ in range(10):
         length = source.randint(1, min(14, checked.length_max - 1))
@@ -278,6 +288,44 @@ def test_a_constrained_request_that_gives_way_to_an_urgent_one_keeps_to_its_gram
     checked.drain()
     assert list(checked.reasons) == [urgent, name]
     assert checked.engine.status().num_preemptions == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "pattern", "verifies"),
+    [
+        (SamplingParams(24, 0, ignore_eos=True, logprobs=2), None, True),
+        (SamplingParams(24, 0, ignore_eos=True, logit_bias=((3, 0.2),), min_p=0.01), None, True),
+        (SamplingParams(24, 0, ignore_eos=True, presence_penalty=0.1), None, True),
+        # The host does not know the drafts, so a grammar cannot be asked about them.
+        (SamplingParams(24, 0), "[a-v]{24}", False),
+    ],
+)
+def test_controls_other_than_grammars_verify_drafts(
+    sampling: SamplingParams, pattern: str | None, verifies: bool
+) -> None:
+    checked = ControlledEngine(num_drafts=5)
+    checked.admit_controlled([1, 2, 3], sampling, pattern)
+    checked.drain()
+    checked.check_reports()
+    assert (checked.engine.status().num_verified[0] > 0) == verifies
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_ahead"),
+    [
+        (SamplingParams(9, 0, ignore_eos=True, logprobs=2), True),
+        (SamplingParams(9, 0, ignore_eos=True, logit_bias=((3, 2.0),)), True),
+        (SamplingParams(9, 0, ignore_eos=True, frequency_penalty=0.5), False),
+    ],
+)
+def test_only_controls_that_go_by_the_text_wait_for_it(
+    sampling: SamplingParams, is_ahead: bool
+) -> None:
+    checked = ControlledEngine(in_flight_max=2)
+    checked.admit_controlled([1, 2, 3], sampling)
+    checked.drain()
+    checked.check_reports()
+    assert (checked.device.num_references > 0) == is_ahead
 
 
 def test_a_text_that_the_vocabulary_cannot_write_is_refused() -> None:
