@@ -44,7 +44,7 @@ def add_tokens(
     flat = tuple(tokens[np.arange(tokens.shape[1]) < num_kept[:, None]].tolist())
     stops = np.cumsum(num_kept)
     added = list(map(flat.__getitem__, map(slice, (stops - num_kept).tolist(), stops.tolist())))
-    deque(map(list.extend, table.outputs[rows], added), maxlen=0)
+    deque(map(list[int].extend, table.outputs[rows], added), maxlen=0)
     deltas = list(
         map(
             TokenDelta,
