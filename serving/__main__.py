@@ -1,9 +1,10 @@
-"""`python -m serving [run | generate | plan | simulate]`: the door for flags and process settings.
+"""`python -m serving [run | generate | plan | simulate | keys | usage]`: the door for settings.
 
 `run`, the default, serves HTTP until SIGINT or SIGTERM: then readiness goes off, running requests
-finish within a time limit, and the process exits 0; a second signal ends it at once. `plan` counts
-a model without loading it; `simulate` replays a trace on a fleet in virtual time. What is wrong
-with the input is one line on stderr and exit code 2.
+finish within a time limit, and the process exits 0; a second signal ends it at once. SIGHUP reads
+API keys and quotas again. `keys` and `usage` work on the server's database. `plan` counts a model
+without loading it; `simulate` replays a trace on a fleet in virtual time. What is wrong with the
+input is one line on stderr and exit code 2.
 """
 
 import argparse
@@ -11,25 +12,30 @@ import asyncio
 import contextlib
 import errno
 import gc
+import ipaddress
 import json
-import logging
 import os
 import random
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serving.config import ServingConfig, load_config
+from serving.frontend.arguments import add_administration
 from sharding.config_file import ConfigError, override, override_from_text
 
 if TYPE_CHECKING:
+    from serving.frontend.auth import Authenticator
+    from serving.frontend.quota import Quotas
+    from serving.frontend.usage import UsageLog
     from serving.loading import LoadedModel
 
 EXIT_BAD_INPUT = 2
-COMMANDS = ("run", "generate", "plan", "simulate")
+COMMANDS = ("run", "generate", "plan", "simulate", "keys", "usage")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,10 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "simulate":
             return _simulate(options)
         config = _config_of(options)
-        _set_process_up()
+        if options.command in ("keys", "usage"):
+            return _administrate(config, options)
+        _set_process_up(config)
         if options.command == "generate":
             return _generate(config, options)
-        return _serve(config)
+        return _serve(config, lambda: _config_of(options))
     except ConfigError as error:
         print(f"serving: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -63,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m serving [run]",
         description="Serves a DeepSeek-V4.1-Flash checkpoint over HTTP until stopped.",
         epilog="Other commands: generate (offline generation), plan (what a model takes), simulate "
-        "(a fleet in virtual time); see python -m serving generate --help.",
+        "(a fleet in virtual time), keys (API keys), usage (what tenants took); see python -m "
+        "serving generate --help.",
     )
     run.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     run.add_argument("--port", type=int, help="port to listen on (default 8000; 0: a free one)")
@@ -90,9 +99,10 @@ def _parser() -> argparse.ArgumentParser:
         "simulate", description="Replays a trace on a fleet of GPUs in virtual time."
     )
     _add_simulate(simulate)
-    for command in (run, generate):
+    administration = add_administration(commands)
+    for command in (run, generate, *administration):
         command.add_argument("--config", metavar="FILE", help="TOML file with serving options")
-    for command in (run, generate, simulate):
+    for command in (run, generate, simulate, *administration):
         command.add_argument(
             "--set",
             metavar="KEY=VALUE",
@@ -120,11 +130,29 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plot", type=Path, metavar="R.png", help="draw loads over time here")
 
 
+def _administrate(config: ServingConfig, options: argparse.Namespace) -> int:
+    from serving.frontend.administration import run_keys, run_usage
+    from serving.transport.driver import SystemClock
+
+    database = _database_of(config)
+    if options.command == "usage":
+        return run_usage(options, database, _say)
+    return run_keys(options, database, SystemClock().unix_s(), _say)
+
+
+def _database_of(config: ServingConfig) -> Path:
+    """The file with keys and usage records."""
+    if config.server.database:
+        return Path(config.server.database).expanduser()
+    state_home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state_home) / "deepinfer-jax" / "service.sqlite3"
+
+
 def _config_of(options: argparse.Namespace) -> ServingConfig:
     config = override_from_text(load_config(options.config), options.set)
     flags: dict[str, Any] = {
-        "model.path": options.model,
-        "model.cache_format": options.cache_format,
+        "model.path": getattr(options, "model", None),
+        "model.cache_format": getattr(options, "cache_format", None),
         "server.host": getattr(options, "host", None),
         "server.port": getattr(options, "port", None),
     }
@@ -132,9 +160,11 @@ def _config_of(options: argparse.Namespace) -> ServingConfig:
     return override(config, given, source="command line")
 
 
-def _set_process_up() -> None:
+def _set_process_up(config: ServingConfig) -> None:
     """Settings of the whole process; before jax is imported, which reads some of them."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    from serving.frontend import logs
+
+    logs.set_up(config.server.log_format)
     cache_home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache_dir = Path(cache_home) / "deepinfer-jax" / "compiled"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_dir))
@@ -224,13 +254,46 @@ def _simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(config: ServingConfig) -> int:
+def _serve(config: ServingConfig, reread: Callable[[], ServingConfig]) -> int:
+    """Serves until stopped; `reread` gives the configuration as it is by then."""
+    from serving.frontend.auth import Authenticator, SqliteKeyStore
+    from serving.frontend.usage import UsageLog
+
+    database = _database_of(config)
+    authenticator = Authenticator(SqliteKeyStore(database))
+    _check_openness(config.server.host, authenticator.needs_keys)
     # The port is taken before the model is loaded, so that a port in use shows at once.
     listener = _bind(config.server.host, config.server.port)
-    with listener:
+    with listener, UsageLog(database) as usage:
         _say(f"Loading {config.model.directory} ({config.model.cache_format} cache)")
         model = _load(config)
-        return asyncio.run(_serve_model(config, model, listener))
+        tenancy = _Tenancy(authenticator, usage, reread)
+        return asyncio.run(_serve_model(config, model, listener, tenancy))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tenancy:
+    """Who may call, where usage is recorded, and how the configuration is read again."""
+
+    authenticator: "Authenticator"
+    usage: "UsageLog"
+    reread: Callable[[], ServingConfig]
+
+
+def _check_openness(host: str, needs_keys: bool) -> None:
+    """Raises ConfigError where everybody on a network could use a server without keys."""
+    if needs_keys:
+        return
+    try:
+        is_this_machine = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_this_machine = False
+    if not is_this_machine:
+        raise ConfigError(
+            f"server.host is {host} and there are no API keys; make one first: "
+            "python -m serving keys add TENANT"
+        )
+    _say("No API keys: this machine alone is served; python -m serving keys add TENANT makes one")
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -266,15 +329,20 @@ def _listen_problem(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
 
 
-async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: socket.socket) -> int:
+async def _serve_model(
+    config: ServingConfig, model: "LoadedModel", listener: socket.socket, tenancy: _Tenancy
+) -> int:
     """Serves until a signal has come and running requests have finished."""
     from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
     from serving.engine.profiler import StepProfiler
     from serving.engine.step_times import TimedExecutor
+    from serving.frontend.accounting import Accounting
     from serving.frontend.app import make_app
     from serving.frontend.conversion import ServedModel
+    from serving.frontend.fair_queue import FairQueue
     from serving.frontend.gateway import Gateway
     from serving.frontend.images import ImageReader
+    from serving.frontend.quota import Quotas
     from serving.observe import ServiceMetrics
     from serving.transport.driver import Driver, SystemClock
 
@@ -299,12 +367,38 @@ async def _serve_model(config: ServingConfig, model: "LoadedModel", listener: so
         eos_token_id=model.facts.eos_token_id,
         images=ImageReader(model.facts.images, config.images),
     )
-    app = make_app(gateway, served, config.server, clock)
+    quotas = Quotas(config.quotas, clock)
+    queue = FairQueue.for_engine(config.engine)
+    accounting = Accounting(quotas, queue, tenancy.usage, served.name, clock, gateway.metrics)
+    app = make_app(gateway, served, config.server, clock, tenancy.authenticator, accounting)
     async with Driver(cluster.nodes, cluster.executors) as driver:
         gateway.flush = driver.perform
-        await _serve_app(app, gateway, config, listener)
+        with _reload_on_signal(tenancy, quotas):
+            await _serve_app(app, gateway, config, listener)
         profiler.close()
     return 0
+
+
+@contextlib.contextmanager
+def _reload_on_signal(tenancy: _Tenancy, quotas: "Quotas") -> Iterator[None]:
+    """SIGHUP reads keys and quotas again; what cannot be used leaves both as they were."""
+
+    def reload() -> None:
+        try:
+            options = tenancy.reread().quotas
+            tenancy.authenticator.reload()
+        except ConfigError as error:
+            _say(f"Not reloaded: {error}")
+            return
+        quotas.reload(options)
+        _say("Reloaded: API keys and quotas")
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 async def _serve_app(
@@ -326,8 +420,12 @@ async def _serve_app(
             await super().startup(sockets=sockets)
             _say(_ready_message(config, listener))
 
+    from serving.frontend.http_limits import limited_protocol
+
     options = uvicorn.Config(
         app,
+        http=limited_protocol(config.server.head_bytes_max, config.server.head_s),
+        ws="none",
         lifespan="off",
         log_level="warning",
         access_log=False,

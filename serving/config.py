@@ -4,7 +4,8 @@ Every field has a default, so a file states only what it changes; `configs/embed
 all of them out. Command line flags arrive through `sharding.config_file.override`.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +55,11 @@ class ModelOptions:
 class ServerOptions:
     """Where and how HTTP is served.
 
+    `database`: SQLite file with API keys and usage records; empty means one in the user's state
+    directory.
     `drain_s`: how long running requests may take to finish after a stop signal.
+    `log_format`: how the log is written; as `json` it has a line for each call that has ended.
+    `head_bytes_max`, `head_s`: how large the head of a request may be, and how long it may take.
     `body_bytes_max`: larger request bodies are refused.
     `body_s`: how long a request body may take to arrive.
     `prompts_max`: prompts in one completions request.
@@ -64,7 +69,11 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    database: str = ""
     drain_s: float = 30.0
+    log_format: Literal["text", "json"] = "text"
+    head_bytes_max: int = 32 * 2**10
+    head_s: float = 10.0
     body_bytes_max: int = 16 * 2**20
     body_s: float = 60.0
     prompts_max: int = 64
@@ -74,13 +83,10 @@ class ServerOptions:
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0 picks a free one)")
         _check(0 <= self.drain_s <= SECONDS_MAX, "drain_s", self.drain_s, f"0 to {SECONDS_MAX:g}")
-        _check(
-            0 < self.body_s <= SECONDS_MAX,
-            "body_s",
-            self.body_s,
-            f"more than 0, to {SECONDS_MAX:g}",
-        )
-        for name in ("body_bytes_max", "prompts_max", "backlog_tokens_max"):
+        for name in ("head_s", "body_s"):
+            seconds = getattr(self, name)
+            _check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
+        for name in ("head_bytes_max", "body_bytes_max", "prompts_max", "backlog_tokens_max"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
@@ -167,16 +173,46 @@ class ImageOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotaOptions:
+    """What one tenant may take; 0 means no limit.
+
+    `requests_per_minute`: calls.
+    `tokens_per_minute`: prompt tokens that were computed, and generated ones.
+    `input_tokens_per_minute`, `cached_tokens_per_minute`, `output_tokens_per_minute`: prompt tokens
+    that were computed, those that were reused, and generated ones.
+    `concurrent_max`: calls at one time.
+    `context_max`: prompt plus generated tokens of one call.
+    `held_tokens_max`: tokens of prompts and answers at one time, which KV memory grows with.
+    """
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    input_tokens_per_minute: int = 0
+    cached_tokens_per_minute: int = 0
+    output_tokens_per_minute: int = 0
+    concurrent_max: int = 0
+    context_max: int = 0
+    held_tokens_max: int = 0
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            _check(0 <= value <= COUNT_MAX, option.name, value, f"0 to {COUNT_MAX}; 0: no limit")
+
+
+@dataclass(frozen=True, slots=True)
 class ServingConfig:
     """Everything a server or an offline run needs to know.
 
     `sharding` names a mesh plan: a file of `sharding/configs` without its ending, or a path.
+    `quotas` are by tenant; those named `default` are for every tenant without its own.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     images: ImageOptions = field(default_factory=ImageOptions)
+    quotas: Mapping[str, QuotaOptions] = field(default_factory=lambda: {"default": QuotaOptions()})
     sharding: str = "single"
 
 

@@ -41,6 +41,24 @@ class Histogram:
         return pairs
 
 
+TENANTS_MAX = 100
+"""Tenants that are counted by name; those that come later are counted together."""
+
+OTHER_TENANTS = "other tenants"
+"""No tenant can have this name, since it has a blank."""
+
+
+@dataclass(slots=True)
+class TenantCounters:
+    """What one tenant's calls took, since the start."""
+
+    num_calls: int = 0
+    num_refused: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
 @dataclass(slots=True)
 class ServiceMetrics:
     """Counters and latencies of one service, since its start."""
@@ -54,7 +72,15 @@ class ServiceMetrics:
     first_token_s: Histogram = field(default_factory=Histogram)
     inter_token_s: Histogram = field(default_factory=Histogram)
     request_s: Histogram = field(default_factory=Histogram)
+    queue_s: Histogram = field(default_factory=Histogram)
+    tenants: dict[str, TenantCounters] = field(default_factory=dict[str, TenantCounters])
 
     def add_finished(self, reason: str) -> None:
         """Counts the end of one request, by reason."""
         self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+
+    def tenant(self, name: str) -> TenantCounters:
+        """The counters of a tenant, or those that all tenants beyond the first many share."""
+        if name not in self.tenants and len(self.tenants) >= TENANTS_MAX:
+            name = OTHER_TENANTS
+        return self.tenants.setdefault(name, TenantCounters())

@@ -1,14 +1,11 @@
 """The HTTP application: routes, and the writing of answers.
 
-A generation call takes five steps: read the body within its limit; parse it into a `Call`; open a
-stream at the gateway; wait until the worker has admitted every request, so that a refusal can
-still choose the status code; write the answer while watching for the client to hang up.
+A generation call takes five steps: see who calls; read the body within its limit; parse it into a
+`Call`; open its account, which checks the quota; write its `Answer`.
 """
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,22 +14,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from serving.clock import Clock
-from serving.config import ServerOptions
-from serving.frontend import exposition, operators
+from serving.config import COUNT_MAX, ServerOptions
+from serving.frontend import exposition, operators, web_page
+from serving.frontend.accounting import Accounting
+from serving.frontend.answers import Answer
+from serving.frontend.auth import LOCAL, Authenticator, Scope
 from serving.frontend.body import BodyReader
 from serving.frontend.completions import CompletionCall
 from serving.frontend.conversion import ServedModel
-from serving.frontend.errors import ApiError, unavailable
-from serving.frontend.gateway import Gateway, TokenStream
+from serving.frontend.errors import ApiError, internal_error, unavailable
+from serving.frontend.fair_queue import FairQueue
+from serving.frontend.gateway import Gateway
+from serving.frontend.http_limits import HeadLimit
 from serving.frontend.message_calls import MessagesCall, count_tokens
 from serving.frontend.protocols import Call, ChatCall
+from serving.frontend.quota import Quotas
 from serving.frontend.responses import ResponsesCall
 from serving.frontend.tokenization import detokenize, tokenize
-
-_log = logging.getLogger(__name__)
 
 _LARGE_BODY_BYTES = 32 * 2**10
 """Bodies from here on are parsed on another thread, lest encoding them delay everyone's tokens."""
@@ -43,37 +44,57 @@ _IMAGE_PART = b"image"
 _MESSAGES_PATH = "/v1/messages"
 """Errors below it are spelled as that dialect has them."""
 
-CUT_OFF_S = 2.0
-"""How long a reader that was cut off may take to read on, to hear why."""
-
-_SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 def make_app(
-    gateway: Gateway, model: ServedModel, options: ServerOptions, clock: Clock
-) -> Starlette:
-    """The application in front of a gateway. Its life cycle is the caller's affair."""
-    service = _Service(gateway, model, options, clock)
-    return Starlette(
+    gateway: Gateway,
+    model: ServedModel,
+    options: ServerOptions,
+    clock: Clock,
+    authenticator: Authenticator | None = None,
+    accounting: Accounting | None = None,
+) -> ASGIApp:
+    """The application in front of a gateway. Its life cycle is the caller's affair.
+
+    Without an `authenticator` everybody may do everything; without `accounting` there are no
+    quotas and no records.
+    """
+    if accounting is None:
+        queue = FairQueue(COUNT_MAX, COUNT_MAX)
+        quotas = Quotas({}, clock)
+        accounting = Accounting(quotas, queue, None, model.name, clock, gateway.metrics)
+    service = _Service(gateway, model, options, clock, accounting)
+
+    def guarded(scope: Scope, handler: Handler) -> Handler:
+        async def handle(request: HttpRequest) -> Response:
+            if authenticator is not None:
+                request.state.principal = authenticator.principal(request.headers, scope)
+            return await handler(request)
+
+        return handle
+
+    def use(handler: Handler) -> Handler:
+        return guarded(Scope.USE, handler)
+
+    app = Starlette(
         routes=[
-            Route("/v1/chat/completions", service.chat, methods=["POST"]),
-            Route("/v1/completions", service.completions, methods=["POST"]),
-            Route("/v1/responses", service.responses, methods=["POST"]),
-            Route("/v1/messages", service.messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", service.count_tokens, methods=["POST"]),
-            Route("/tokenize", service.tokenize, methods=["POST"]),
-            Route("/detokenize", service.detokenize, methods=["POST"]),
-            Route("/v1/models", service.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", service.model, methods=["GET"]),
+            Route("/v1/chat/completions", use(service.chat), methods=["POST"]),
+            Route("/v1/completions", use(service.completions), methods=["POST"]),
+            Route("/v1/responses", use(service.responses), methods=["POST"]),
+            Route("/v1/messages", use(service.messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", use(service.count_tokens), methods=["POST"]),
+            Route("/tokenize", use(service.tokenize), methods=["POST"]),
+            Route("/detokenize", use(service.detokenize), methods=["POST"]),
+            Route("/v1/models", use(service.models), methods=["GET"]),
+            Route("/v1/models/{name:path}", use(service.model), methods=["GET"]),
             Route("/health", service.health, methods=["GET"]),
             Route("/ready", service.ready, methods=["GET"]),
-            Route("/metrics", service.metrics, methods=["GET"]),
-            Route("/status", service.status, methods=["GET"]),
-            Route("/profile", service.profile, methods=["POST"]),
+            Route("/metrics", guarded(Scope.ADMIN, service.metrics), methods=["GET"]),
+            Route("/status", guarded(Scope.ADMIN, service.status), methods=["GET"]),
+            Route("/profile", guarded(Scope.ADMIN, service.profile), methods=["POST"]),
+            Route("/", web_page.answer, methods=["GET"]),
+            Route("/page/{name}", web_page.answer, methods=["GET"]),
         ],
         exception_handlers={
             ApiError: _answer_api_error,
@@ -81,14 +102,21 @@ def make_app(
             Exception: _answer_exception,
         },
     )
+    return HeadLimit(app, options.head_bytes_max)
 
 
 class _Service:
     """The route functions and what they share."""
 
     def __init__(
-        self, gateway: Gateway, model: ServedModel, options: ServerOptions, clock: Clock
+        self,
+        gateway: Gateway,
+        model: ServedModel,
+        options: ServerOptions,
+        clock: Clock,
+        accounting: Accounting,
     ) -> None:
+        self._accounting = accounting
         self._gateway = gateway
         self._model = model
         self._options = options
@@ -148,7 +176,9 @@ class _Service:
         return _json({"status": "ready"})
 
     async def metrics(self, request: HttpRequest) -> Response:
-        page = exposition.render(self._gateway.metrics, await self._gateway.status())
+        num_queued = self._accounting.queue.num_waiting
+        status = await self._gateway.status()
+        page = exposition.render(self._gateway.metrics, status, self._model.name, num_queued)
         return Response(page, media_type=exposition.CONTENT_TYPE)
 
     async def status(self, request: HttpRequest) -> Response:
@@ -162,12 +192,20 @@ class _Service:
 
     async def profile(self, request: HttpRequest) -> Response:
         """Traces the next steps; the answer comes when the trace is written."""
-        operators.check_operator(request.client)
+        if getattr(request.state, "principal", LOCAL) is LOCAL:
+            operators.check_operator(request.client)
         raw = await self._bodies.read(request)
         return _json(await operators.capture_profile(raw, self._gateway))
 
     async def _generate(self, request: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
-        return _Answer(await self._parsed(request, parse), self._gateway)
+        call = await self._parsed(request, parse)
+        principal = getattr(request.state, "principal", LOCAL)
+        try:
+            account = self._accounting.open(call, principal, request.url.path)
+        except ApiError as error:
+            error.headers += self._accounting.quotas.headers(principal.tenant)
+            raise
+        return Answer(call, account, self._gateway)
 
     async def _parsed[T](self, request: HttpRequest, parse: Callable[[bytes], T]) -> T:
         raw = await self._bodies.read(request)
@@ -193,114 +231,14 @@ class _Service:
         }
 
 
-class _Answer(Response):
-    """Generates while it is written: a thin ASGI callable, because a token passes here often."""
-
-    def __init__(self, call: Call, gateway: Gateway) -> None:
-        super().__init__()
-        self._call = call
-        self._gateway = gateway
-        self._has_begun = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = self._gateway.open(self._call.requests)
-        try:
-            writing = asyncio.create_task(self._write(stream, send))
-            hanging_up = asyncio.create_task(_until_disconnect(receive))
-            stream.on_cut_off = writing.cancel
-            await asyncio.wait({writing, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (writing, hanging_up):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await writing
-            if stream.cut_off is not None and self._has_begun:
-                await _end_cut_off(self._call.failing(stream.cut_off), send)
-        finally:
-            stream.close()
-
-    async def _write(self, stream: TokenStream, send: Send) -> None:
-        await stream.admitted()
-        if self._call.is_streamed:
-            await self._write_events(stream, send)
-        else:
-            await self._write_whole(stream, send)
-
-    async def _write_whole(self, stream: TokenStream, send: Send) -> None:
-        call = self._call
-        call.opening()
-        async for _ in _events(call, stream):
-            pass
-        body = call.answer()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _write_events(self, stream: TokenStream, send: Send) -> None:
-        call = self._call
-
-        async def write(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
-        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        self._has_begun = True
-        try:
-            opening = call.opening()
-            if opening:
-                await write(opening)
-            async for data in _events(call, stream):
-                if data:
-                    await write(data)
-            end = call.closing()
-        except ApiError as error:
-            end = call.failing(error)
-        except Exception:
-            _log.exception("writing a stream failed")
-            end = call.failing(_internal_error())
-        await write(end, more=False)
-
-
-async def _events(call: Call, stream: TokenStream) -> AsyncIterator[bytes]:
-    """The events of each look at the stream, until every text of the call has ended."""
-    num_open = len(call.requests)
-    while num_open:
-        data = b""
-        for update in await stream.next():
-            if call.is_over(update.index):
-                continue
-            data += call.feed(update)
-            if call.is_over(update.index):
-                num_open -= 1
-                stream.end(update.index)
-        yield data
-
-
-async def _end_cut_off(body: bytes, send: Send) -> None:
-    """Tells a reader that was cut off why, if it reads on soon."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CUT_OFF_S):
-            await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     body = msgspec.json.encode(value)
     return Response(body, status, headers, media_type="application/json")
 
 
-def _internal_error() -> ApiError:
-    return ApiError(500, "The server met an internal error; its log has the details")
-
-
 def _answer_api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError), error
-    headers = {}
+    headers = {name.decode(): value.decode() for name, value in error.headers}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     is_message = request.url.path.startswith(_MESSAGES_PATH)
@@ -316,4 +254,4 @@ def _answer_http_exception(request: HttpRequest, error: Exception) -> Response:
 
 def _answer_exception(request: HttpRequest, error: Exception) -> Response:
     """Starlette logs the exception itself by raising it again after this answer."""
-    return _answer_api_error(request, _internal_error())
+    return _answer_api_error(request, internal_error())

@@ -41,7 +41,7 @@ class CompletionCall:
         self._continuous_usage = fields.continuous_usage(body)
         self._model = model
         self._created = clock.unix_s()
-        self._id = make_call_id("cmpl")
+        self.call_id = make_call_id("cmpl")
         now_ns, seed = clock.now_ns(), fields.integer(body, "seed")
         logprobs, salt = _logprobs(body), fields.cache_salt(body)
         constraint = fields.guided_constraint(body, after_thinking=False)
@@ -57,7 +57,7 @@ class CompletionCall:
             )
             self.requests.append(
                 Request(
-                    f"{self._id}-{index}",
+                    f"{self.call_id}-{index}",
                     prompt,
                     sampling,
                     now_ns,
@@ -99,6 +99,10 @@ class CompletionCall:
         """The error and the mark of the end."""
         return failing_events(error)
 
+    def num_reasoning_tokens(self) -> int:
+        """None: raw text is not told apart."""
+        return 0
+
     def answer(self) -> bytes:
         """The `text_completion` object."""
         choices = [
@@ -109,7 +113,7 @@ class CompletionCall:
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.call_id,
             "object": "text_completion",
             "created": self._created,
             "model": self._model.name,

@@ -51,6 +51,7 @@ class ConversationCall(ABC):
             seed=fields.integer(body, "seed"),
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         )
+        self.call_id = call_id
         self.requests = [
             Request(
                 call_id,
@@ -72,6 +73,10 @@ class ConversationCall(ABC):
         self._processor = recipe.StreamProcessor(
             generator, converted.parsing_options, model.codec.tokenizer
         )
+        stage = converted.parsing_options.thinking_initial_stage
+        self._is_thinking = stage is not None and stage.starts_in_reasoning()
+        self._thinking_end = model.codec.tokenizer.encode("</think>")
+        self._num_reasoning = 0
         self.num_generated = 0
         self.num_cached = 0
         self.num_events = 0
@@ -87,6 +92,7 @@ class ConversationCall(ABC):
             return b""
         self.num_generated += len(update.token_ids)
         self.num_cached = update.num_cached_tokens
+        self._count_reasoning(update.token_ids)
         events: list[Any] = []
         tokens = visible_tokens(update, self.requests[0].sampling, self._eos_token_id)
         if tokens:
@@ -114,11 +120,24 @@ class ConversationCall(ABC):
         """The error as an event."""
         return _named_event("error", msgspec.json.encode(self._error_object(error)))
 
+    def num_reasoning_tokens(self) -> int:
+        """The tokens before the end of thinking."""
+        return self._num_reasoning
+
     def answer(self) -> bytes:
         """The whole answer as one object."""
         body = msgspec.json.decode(self._response.to_json())
         self._correct_usage(body)
         return msgspec.json.encode(body)
+
+    def _count_reasoning(self, token_ids: Sequence[int]) -> None:
+        if not self._is_thinking:
+            return
+        for token in token_ids:
+            if [token] == self._thinking_end:
+                self._is_thinking = False
+                return
+            self._num_reasoning += 1
 
     def _take(self, events: Sequence[Any]) -> bytes:
         self.num_events += len(events)

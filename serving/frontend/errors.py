@@ -18,7 +18,10 @@ from serving.core.request import RequestError
 
 
 class ApiError(Exception):
-    """An answer other than success. `param` is the request field at fault, where known."""
+    """An answer other than success. `param` is the request field at fault, where known.
+
+    `headers` are sent along with it.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.headers: list[tuple[bytes, bytes]] = []
 
     def body(self) -> bytes:
         """The JSON object `{"error": {...}}`."""
@@ -70,6 +74,11 @@ _MESSAGES_KINDS = {
 def bad_request(detail: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400."""
     return ApiError(400, detail, param, code=code)
+
+
+def internal_error() -> ApiError:
+    """A 500 that says nothing of its cause: that is for the log alone."""
+    return ApiError(500, "The server met an internal error; its log has the details")
 
 
 def unavailable(detail: str) -> ApiError:

@@ -1,6 +1,7 @@
 """The metrics page: our plain numbers in the text format that Prometheus scrapes.
 
-Names follow what operators of other serving engines know, under our own prefix.
+Our own names begin with `deepinfer_`. What operators know from vLLM is there under vLLM's names
+and with its labels as well, so that dashboards made for it show this server.
 """
 
 from collections.abc import Iterator
@@ -22,17 +23,26 @@ from serving.observe import Histogram, ServiceMetrics
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-def render(metrics: ServiceMetrics, status: WorkerStatus | None) -> bytes:
-    """The page. Without a worker's answer its gauges are left out rather than invented."""
+def render(
+    metrics: ServiceMetrics, status: WorkerStatus | None, model: str = "", num_queued: int = 0
+) -> bytes:
+    """The page. Without a worker's answer its gauges are left out rather than invented.
+
+    `num_queued` requests wait in front of the engine.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(metrics, status))
+    registry.register(_Snapshot(metrics, status, num_queued))
+    registry.register(_Familiar(metrics, status, num_queued, model))
     return generate_latest(registry)
 
 
 class _Snapshot(Collector):
-    def __init__(self, metrics: ServiceMetrics, status: WorkerStatus | None) -> None:
+    def __init__(
+        self, metrics: ServiceMetrics, status: WorkerStatus | None, num_queued: int
+    ) -> None:
         self._metrics = metrics
         self._status = status
+        self._num_queued = num_queued
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -56,8 +66,89 @@ class _Snapshot(Collector):
         )
         yield _histogram("inter_token_latency_seconds", "Between tokens", metrics.inter_token_s)
         yield _histogram("e2e_request_latency_seconds", "Arrival to end", metrics.request_s)
+        yield _histogram("queue_time_seconds", "Waiting for a turn", metrics.queue_s)
+        yield GaugeMetricFamily(
+            "deepinfer_num_requests_queued", "Waiting for a turn", value=self._num_queued
+        )
+        yield from _of_tenants(metrics)
         if self._status is not None:
             yield from _gauges(self._status)
+
+
+class _Familiar(Collector):
+    """What there is under vLLM's names."""
+
+    def __init__(
+        self,
+        metrics: ServiceMetrics,
+        status: WorkerStatus | None,
+        num_queued: int,
+        model: str,
+    ) -> None:
+        self._metrics = metrics
+        self._status = status
+        self._num_queued = num_queued
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        metrics, model = self._metrics, self._model
+        counters = {
+            "prompt_tokens": metrics.num_prompt_tokens,
+            "generation_tokens": metrics.num_generated_tokens,
+            "prefix_cache_queries": metrics.num_prompt_tokens,
+            "prefix_cache_hits": metrics.num_cached_tokens,
+        }
+        gauges: dict[str, float] = {}
+        if self._status is not None:
+            engine = self._status.engine
+            counters["num_preemptions"] = engine.num_preemptions
+            counters["spec_decode_num_draft_tokens"] = sum(engine.num_verified)
+            counters["spec_decode_num_accepted_tokens"] = sum(engine.num_accepted)
+            num_used = engine.num_blocks - engine.num_free_blocks
+            gauges = {
+                "num_requests_running": engine.num_running,
+                "num_requests_waiting": engine.num_waiting + self._num_queued,
+                "kv_cache_usage_perc": num_used / engine.num_blocks,
+            }
+        for name, value in counters.items():
+            counter = CounterMetricFamily(f"vllm:{name}", name, labels=["model_name"])
+            counter.add_metric([model], value)
+            yield counter
+        for name, value in gauges.items():
+            gauge = GaugeMetricFamily(f"vllm:{name}", name, labels=["model_name"])
+            gauge.add_metric([model], value)
+            yield gauge
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Requests ended", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in sorted(metrics.num_finished.items()):
+            finished.add_metric([model, reason], count)
+        yield finished
+        histograms = {
+            "time_to_first_token_seconds": metrics.first_token_s,
+            "inter_token_latency_seconds": metrics.inter_token_s,
+            "e2e_request_latency_seconds": metrics.request_s,
+            "request_queue_time_seconds": metrics.queue_s,
+        }
+        for name, histogram in histograms.items():
+            family = HistogramMetricFamily(f"vllm:{name}", name, labels=["model_name"])
+            family.add_metric([model], _buckets(histogram), histogram.total)
+            yield family
+
+
+def _of_tenants(metrics: ServiceMetrics) -> Iterator[Metric]:
+    texts = {
+        "calls": "Calls that have ended",
+        "refused": "Calls beyond a quota",
+        "prompt_tokens": "Prompt tokens",
+        "cached_tokens": "Prompt tokens not computed anew",
+        "generated_tokens": "Tokens generated",
+    }
+    for name, text in texts.items():
+        family = CounterMetricFamily(f"deepinfer_tenant_{name}", text, labels=["tenant"])
+        for tenant, counters in sorted(metrics.tenants.items()):
+            family.add_metric([tenant], getattr(counters, f"num_{name}"))
+        yield family
 
 
 def _gauges(status: WorkerStatus) -> Iterator[Metric]:
@@ -105,7 +196,10 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
-    buckets = [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]
     return HistogramMetricFamily(
-        f"deepinfer_{name}", text, buckets=buckets, sum_value=histogram.total
+        f"deepinfer_{name}", text, buckets=_buckets(histogram), sum_value=histogram.total
     )
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    return [(floatToGoString(bound), count) for bound, count in histogram.cumulative()]

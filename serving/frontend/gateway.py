@@ -56,7 +56,7 @@ class TokenStream:
         self._num_pending_tokens = 0
         self._num_admitted = 0
         self._error: ApiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         self.on_cut_off: Callable[[], object] = lambda: None
         self.cut_off: ApiError | None = None
 
@@ -75,15 +75,18 @@ class TokenStream:
             raise unavailable("No worker answered in time") from None
         self._raise_error()
 
-    async def next(self) -> list[Update]:
+    async def next(self, wait_s: float | None = None) -> list[Update]:
         """What happened since the last call, one entry per request concerned; waits for news.
+
+        Nothing, if `wait_s` passes without any.
 
         Raises:
             ApiError: the requests ended by a fault of the service.
         """
         while not self._pending:
             self._raise_error()
-            await self._wait()
+            if not await self._wait(wait_s):
+                break
         updates = list(self._pending.values())
         self._pending.clear()
         self._num_pending_tokens = 0
@@ -125,16 +128,26 @@ class TokenStream:
         if self._error is not None:
             raise self._error
 
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+    async def _wait(self, wait_s: float | None = None) -> bool:
+        """Whether news came before the time was over."""
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
+        timer = None if wait_s is None else loop.call_later(wait_s, _resolve, waiter, False)
         try:
-            await self._waiter
+            return await waiter
         finally:
             self._waiter = None
+            if timer is not None:
+                timer.cancel()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            _resolve(self._waiter, True)
+
+
+def _resolve(waiter: asyncio.Future[bool], has_news: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(has_news)
 
 
 @dataclass(slots=True)

@@ -40,6 +40,11 @@ class Call(Protocol):
     """One HTTP call, from the parsed body to the end of its answer."""
 
     @property
+    def call_id(self) -> str:
+        """What clients and records name the call by."""
+        ...
+
+    @property
     def requests(self) -> Sequence[Request]:
         """What the engine has to do."""
         ...
@@ -67,6 +72,10 @@ class Call(Protocol):
 
     def failing(self, error: ApiError) -> bytes:
         """The events that end a stream by a fault."""
+        ...
+
+    def num_reasoning_tokens(self) -> int:
+        """The generated tokens that were thinking, as far as they are known by now."""
         ...
 
     def answer(self) -> bytes:
@@ -156,7 +165,7 @@ class ChatCall:
         self._includes_usage = fields.include_usage(body, converted.stream)
         self._continuous_usage = fields.continuous_usage(body)
         self._model = model
-        call_id = make_call_id("chatcmpl")
+        self.call_id = call_id = make_call_id("chatcmpl")
         self.requests = [
             Request(
                 call_id,
@@ -225,8 +234,13 @@ class ChatCall:
     def answer(self) -> bytes:
         """The `chat.completion` object."""
         body = msgspec.json.decode(self._response.to_json())
-        body["usage"] = self._counted(body.get("usage") or {})
+        body["usage"] = self._usage = self._counted(body.get("usage") or {})
         return msgspec.json.encode(body)
+
+    def num_reasoning_tokens(self) -> int:
+        """Those that the parser has found, 0 before the end."""
+        details = self._usage.get("completion_tokens_details") or {}
+        return details.get("reasoning_tokens", 0)
 
     def _take(self, chunks: Sequence[Any]) -> bytes:
         if not self.is_streamed:

@@ -74,13 +74,10 @@ class ResponsesCall(ConversationCall):
     def _correct_usage(self, holder: dict[str, Any]) -> None:
         prompt = len(self.requests[0].prompt_token_ids)
         usage = holder["usage"] = holder.get("usage") or {}
-        details = usage.get("output_tokens_details") or {}
-        if "reasoning_tokens" in details:
-            # The parser counts tokens again that it held back for an unfinished character.
-            details["reasoning_tokens"] = min(details["reasoning_tokens"], self.num_generated)
         usage["input_tokens"] = prompt
         usage["input_tokens_details"] = {"cached_tokens": self.num_cached}
         usage["output_tokens"] = self.num_generated
+        usage["output_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens()}
         usage["total_tokens"] = prompt + self.num_generated
 
     def _error_object(self, error: ApiError) -> dict[str, Any]:

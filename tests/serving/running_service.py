@@ -1,6 +1,7 @@
 """A service over a scripted executor, served by uvicorn on a thread of the test process."""
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from serving.cluster import FRONTEND, MESH_WORKER, Environment, ModelFacts, build
 from serving.config import ServingConfig
@@ -16,11 +18,17 @@ from serving.core.buckets import CompiledProgram
 from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
 from serving.engine.profiler import StepProfiler
+from serving.frontend.accounting import Accounting
 from serving.frontend.app import make_app
+from serving.frontend.auth import Authenticator, SqliteKeyStore
 from serving.frontend.conversion import ServedModel
+from serving.frontend.fair_queue import FairQueue
 from serving.frontend.gateway import Gateway
+from serving.frontend.http_limits import limited_protocol
 from serving.frontend.images import ImageReader
+from serving.frontend.quota import Quotas
 from serving.frontend.text import TextCodec
+from serving.frontend.usage import UsageLog
 from serving.observe import ServiceMetrics
 from serving.transport.driver import Driver, SystemClock
 from sharding.config_file import override
@@ -47,16 +55,22 @@ SMALL = {
 class RunningService:
     """Serves on a free port between entry and exit.
 
-    `options` are dotted configuration keys on top of a small engine.
+    `options` are dotted configuration keys on top of a small engine. With a `database` there are
+    keys, quotas and records.
     """
 
     def __init__(
-        self, executor: ScriptedExecutor, options: Mapping[str, Any] | None = None
+        self,
+        executor: ScriptedExecutor,
+        options: Mapping[str, Any] | None = None,
+        database: Path | None = None,
     ) -> None:
         self.executor = executor
         self.config = override(ServingConfig(), SMALL | dict(options or {}))
         self.codec = TextCodec.load(MODEL_DIR).with_image_token(318)
         self.url = ""
+        self._database = database
+        self.accounting: Any = None
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -99,18 +113,39 @@ class RunningService:
             FACTS.eos_token_id,
             ImageReader(FACTS.images, self.config.images),
         )
-        app = make_app(self.gateway, model, self.config.server, clock)
-        options = uvicorn.Config(
-            app, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1
-        )
-        self._server = uvicorn.Server(options)
         async with Driver(cluster.nodes, cluster.executors) as driver:
             self.gateway.flush = driver.perform
-            serving = asyncio.create_task(self._server.serve())
-            while not self._server.started:
-                await asyncio.sleep(0.01)
-            port = self._server.servers[0].sockets[0].getsockname()[1]
-            self.url = f"http://127.0.0.1:{port}"
-            self._started.set()
-            await serving
+            with contextlib.ExitStack() as stack:
+                keys = None
+                if self._database is not None:
+                    usage = stack.enter_context(UsageLog(self._database))
+                    quotas = Quotas(self.config.quotas, clock)
+                    queue = FairQueue.for_engine(self.config.engine)
+                    self.accounting = Accounting(
+                        quotas, queue, usage, model.name, clock, self.gateway.metrics
+                    )
+                    keys = Authenticator(SqliteKeyStore(self._database))
+                server = self.config.server
+                await self._listen(
+                    make_app(self.gateway, model, server, clock, keys, self.accounting)
+                )
             profiler.close()
+
+    async def _listen(self, app: ASGIApp) -> None:
+        server = self.config.server
+        options = uvicorn.Config(
+            app,
+            http=limited_protocol(server.head_bytes_max, server.head_s),
+            port=0,
+            lifespan="off",
+            log_level="critical",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(options)
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._started.set()
+        await serving

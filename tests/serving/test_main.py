@@ -19,7 +19,9 @@ import httpx
 import pytest
 
 import serving.__main__ as command_line
+from serving.config import ServingConfig
 from sharding.config_file import ConfigError
+from tests.serving.frontend.alphabet import wait_for
 from tests.serving.running_service import MODEL_DIR
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The settings that the command line makes for its process end with the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in (
         "JAX_COMPILATION_CACHE_DIR",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
@@ -194,11 +197,11 @@ def test_help_is_quick_because_it_imports_little(arguments: list[str]) -> None:
 
 
 def test_compiled_steps_are_kept_per_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command_line._set_process_up()
+    command_line._set_process_up(ServingConfig())
     kept = command_line.os.environ["JAX_COMPILATION_CACHE_DIR"]
     assert Path(kept).is_relative_to(tmp_path)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
-    command_line._set_process_up()
+    command_line._set_process_up(ServingConfig())
     assert command_line.os.environ["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
 
 
@@ -251,6 +254,10 @@ def stream(url: str, num_tokens: int, pieces: list[str]) -> None:
         pieces.extend(response.iter_lines())
 
 
+def ready(url: str) -> int:
+    return httpx.get(url.replace("/v1", "/ready")).status_code
+
+
 def test_start_up_says_what_is_served_and_the_curl_line_works() -> None:
     with Server() as server:
         text = "".join(server.lines)
@@ -266,15 +273,14 @@ def test_start_up_says_what_is_served_and_the_curl_line_works() -> None:
 def test_signal_drains_and_exits_0(number: signal.Signals) -> None:
     with Server() as server:
         pieces: list[str] = []
-        reader = threading.Thread(target=stream, args=(server.url, 60, pieces))
+        reader = threading.Thread(target=stream, args=(server.url, 300, pieces))
         reader.start()
-        time.sleep(0.3)
+        wait_for(lambda: len(pieces) > 0, "the first tokens")
         server.process.send_signal(number)
-        time.sleep(0.2)
-        assert httpx.get(server.url.replace("/v1", "/ready")).status_code == 503
+        wait_for(lambda: ready(server.url) == 503, "readiness going off")
         reader.join(20)
         assert server.process.wait(10) == 0
-        # Tokens of two steps may share an event; that all 60 came shows in how the stream ended.
+        # Tokens of two steps may share an event; that all 300 came shows in how the stream ended.
         assert pieces[-2] == "data: [DONE]"
         assert any('"finish_reason":"length"' in piece for piece in pieces), pieces[-4:]
         out, err = server.process.communicate()
@@ -286,7 +292,7 @@ def test_drain_has_a_limit() -> None:
         pieces: list[str] = []
         reader = threading.Thread(target=stream, args=(server.url, 2000, pieces))
         reader.start()
-        time.sleep(0.3)
+        wait_for(lambda: len(pieces) > 0, "the first tokens")
         server.process.terminate()
         assert server.process.wait(10) == 0
         reader.join(10)
@@ -314,9 +320,10 @@ def test_half_sent_requests_do_not_hold_the_shutdown_up() -> None:
 
 def test_second_signal_ends_at_once() -> None:
     with Server() as server:
-        reader = threading.Thread(target=_ignoring_the_end, args=(server.url,))
+        pieces: list[str] = []
+        reader = threading.Thread(target=_ignoring_the_end, args=(server.url, pieces))
         reader.start()
-        time.sleep(0.3)
+        wait_for(lambda: len(pieces) > 0, "the first tokens")
         server.process.terminate()
         time.sleep(0.2)
         assert server.process.poll() is None
@@ -325,6 +332,50 @@ def test_second_signal_ends_at_once() -> None:
         reader.join(10)
 
 
-def _ignoring_the_end(url: str) -> None:
+def test_without_keys_only_this_machine_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "some.name"):
+        line = run_main(["--host", host, "--port", "0", "--model", "/no/where"], capsys)
+        assert host in line and "keys add" in line
+
+
+def test_keys_usage_and_reload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, settings = tmp_path / "my.toml", ["--config", str(tmp_path / "my.toml")]
+    config.write_text(f'[server]\ndatabase = "{tmp_path / "db"}"\n')
+    assert command_line.main(["keys", "add", "acme", *settings]) == 0
+    head, secret = capsys.readouterr().out.splitlines()
+    headers = {"authorization": f"Bearer {secret}"}
+    body = {"model": "tiny-v41", "prompt": "x", "max_tokens": 3}
+    with Server(*settings) as server:
+
+        def status(**headers: str) -> int:
+            url = f"{server.url}/completions"
+            return httpx.post(url, json=body, headers=headers, timeout=30).status_code
+
+        assert not any("No API keys" in line for line in server.lines)
+        assert (status(), status(**headers)) == (401, 200)
+        assert command_line.main(["keys", "revoke", head.split()[1], *settings]) == 0
+        config.write_text(config.read_text() + "[quotas.default]\nrequests_per_minute = 1\n")
+        assert command_line.main(["keys", "add", "other", *settings]) == 0
+        other = {"x-api-key": capsys.readouterr().out.splitlines()[-1]}
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.stdout is not None
+        assert "Reloaded" in server.process.stdout.readline()
+        assert (status(**headers), status(**other), status(**other)) == (401, 200, 429)
+        config.write_text("nonsense")
+        server.process.send_signal(signal.SIGHUP)
+        assert "Not reloaded: " in server.process.stdout.readline()
+        assert status(**headers) == 401
+        server.process.kill()
+        server.process.wait(10)
+    config.write_text(f'[server]\ndatabase = "{tmp_path / "db"}"\n')
+    assert command_line.main(["usage", *settings]) == 0
+    rows = [line.split()[1:3] for line in capsys.readouterr().out.splitlines()]
+    assert rows == [["tenant", "calls"], ["acme", "1"], ["other", "1"]]
+    assert command_line.main(["keys", "list", *settings]) == 0
+    listed = capsys.readouterr().out
+    assert "revoked" in listed and "in force" in listed and secret not in listed
+
+
+def _ignoring_the_end(url: str, pieces: list[str]) -> None:
     with pytest.raises(httpx.HTTPError):
-        stream(url, 2000, [])
+        stream(url, 2000, pieces)

@@ -3,7 +3,13 @@
 Method: observations at, below and above bounds, checked against sums done by hand.
 """
 
-from serving.observe import LATENCY_BOUNDS_S, Histogram, ServiceMetrics
+from serving.observe import (
+    LATENCY_BOUNDS_S,
+    OTHER_TENANTS,
+    TENANTS_MAX,
+    Histogram,
+    ServiceMetrics,
+)
 
 
 def test_observation_on_a_bound_belongs_to_it() -> None:
@@ -31,3 +37,13 @@ def test_finished_requests_are_counted_by_reason() -> None:
         metrics.add_finished(reason)
     assert metrics.num_finished == {"stop": 2, "abort": 1}
     assert ServiceMetrics().num_finished == {}, "services must not share counters"
+
+
+def test_tenants_beyond_the_first_many_are_counted_together() -> None:
+    metrics = ServiceMetrics()
+    for index in range(TENANTS_MAX + 5):
+        metrics.tenant(f"t{index}").num_calls += 1
+    assert len(metrics.tenants) == TENANTS_MAX + 1
+    assert metrics.tenant("t0").num_calls == 1
+    assert metrics.tenant("new") is metrics.tenants[OTHER_TENANTS]
+    assert metrics.tenants[OTHER_TENANTS].num_calls == 5

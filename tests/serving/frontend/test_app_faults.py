@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-import serving.frontend.app as app_module
+import serving.frontend.answers as answers_module
 from serving.config import ServerOptions
 from serving.core.request import TokenDelta
 from serving.frontend.app import make_app
@@ -128,11 +128,11 @@ def test_hanging_up_frees_the_blocks(service: RunningService, stream: bool) -> N
 
 @pytest.mark.parametrize("reads_on", [False, True])
 def test_slow_reader_is_cut_off(reads_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "CUT_OFF_S", 5.0 if reads_on else 0.05)
+    monkeypatch.setattr(answers_module, "CUT_OFF_S", 5.0 if reads_on else 0.05)
     worker = NodeId("mesh_worker", "0")
     gateway = Gateway(NodeId("frontend", "0"), worker, SystemClock(), ServiceMetrics(), 10)
     model = ServedModel("tiny-v41", CODEC, 320, 512, 1)
-    app = make_app(gateway, model, ServerOptions(), SystemClock())
+    app: Any = make_app(gateway, model, ServerOptions(), SystemClock())
     body = json.dumps(completion(max_tokens=100, stream=True)).encode()
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     incoming = [{"type": "http.request", "body": body, "more_body": False}]

@@ -3,6 +3,10 @@
 Method: a page with known numbers, read back by the parser of the metrics library.
 """
 
+import json
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.engine.engine import EngineStatus
@@ -29,8 +33,13 @@ ENGINE = EngineStatus(
 )
 
 
-def samples(metrics: ServiceMetrics, status: WorkerStatus | None) -> dict[str, float]:
-    page = render(metrics, status).decode()
+DASHBOARD = Path(__file__).parents[3] / "serving" / "dashboards" / "grafana.json"
+
+
+def samples(
+    metrics: ServiceMetrics, status: WorkerStatus | None, num_queued: int = 0
+) -> dict[str, float]:
+    page = render(metrics, status, "m", num_queued).decode()
     return {
         sample.name + "".join(f"{{{k}={v}}}" for k, v in sample.labels.items()): sample.value
         for family in text_string_to_metric_families(page)
@@ -70,3 +79,41 @@ def test_failed_engine_is_down_and_silent_one_has_no_gauges() -> None:
     silent = samples(ServiceMetrics(), None)
     assert "deepinfer_engine_up" not in silent and "deepinfer_kv_blocks" not in silent
     assert silent["deepinfer_requests_total"] == 0
+
+
+def test_familiar_names_hold_the_same_numbers() -> None:
+    metrics = ServiceMetrics(num_generated_tokens=50, num_prompt_tokens=20, num_cached_tokens=8)
+    metrics.add_finished("length")
+    metrics.queue_s.observe(0.2)
+    found = samples(metrics, WorkerStatus(1, None, ENGINE), num_queued=4)
+    label = "{model_name=m}"
+    assert found[f"vllm:generation_tokens_total{label}"] == 50
+    assert found[f"vllm:prefix_cache_queries_total{label}"] == 20
+    assert found[f"vllm:prefix_cache_hits_total{label}"] == 8
+    assert found[f"vllm:num_requests_running{label}"] == 3
+    assert found[f"vllm:num_requests_waiting{label}"] == 3 + 4
+    assert found[f"vllm:kv_cache_usage_perc{label}"] == 0.6
+    assert found[f"vllm:spec_decode_num_draft_tokens_total{label}"] == 50
+    assert found[f"vllm:spec_decode_num_accepted_tokens_total{label}"] == 34
+    assert found[f"vllm:request_queue_time_seconds_count{label}"] == 1
+    assert found["vllm:request_success_total{finished_reason=length}{model_name=m}"] == 1
+    assert found["deepinfer_num_requests_queued"] == 4
+
+
+def test_tenants_have_counters() -> None:
+    metrics = ServiceMetrics()
+    metrics.tenant("acme").num_generated_tokens += 7
+    found = samples(metrics, None)
+    assert found["deepinfer_tenant_generated_tokens_total{tenant=acme}"] == 7
+    assert found["deepinfer_tenant_refused_total{tenant=acme}"] == 0
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    metrics = ServiceMetrics()
+    metrics.tenant("acme")
+    metrics.add_finished("stop")
+    names = {name.split("{")[0] for name in samples(metrics, WorkerStatus(1, None, ENGINE))}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    wanted = set(re.findall(r"(?:vllm:|deepinfer_)[a-z0-9_]+", " ".join(asked)))
+    assert len(wanted) > 12 and wanted <= names, wanted - names

@@ -1,0 +1,213 @@
+"""What a call costs its tenant: quotas before, a place in the queue, a usage record after.
+
+A call opens an account, which reserves what it may take. Once the engine has accepted it, a record
+exists; when it ends, whatever the end, the record is completed and what was reserved is corrected.
+"""
+
+import contextlib
+import sqlite3
+from dataclasses import asdict, replace
+
+from serving.clock import NS_PER_S, Clock, s_of_ns
+from serving.core.request import FinishReason, Request
+from serving.frontend.auth import Principal
+from serving.frontend.errors import ApiError, bad_request, unavailable
+from serving.frontend.fair_queue import FairQueue
+from serving.frontend.gateway import Update
+from serving.frontend.logs import CALLS
+from serving.frontend.protocols import Call
+from serving.frontend.quota import Quotas
+from serving.frontend.usage import OPEN, UsageLog, UsageRecord
+from serving.observe import ServiceMetrics
+
+_PROGRESS_NS = NS_PER_S
+
+_WORST_FIRST = ("error", "abort", "length", "stop")
+
+
+class Accounting:
+    """Opens an account for each call. Without a `usage` log nothing is recorded."""
+
+    def __init__(
+        self,
+        quotas: Quotas,
+        queue: FairQueue,
+        usage: UsageLog | None,
+        model: str,
+        clock: Clock,
+        metrics: ServiceMetrics,
+    ) -> None:
+        self.quotas = quotas
+        self.queue = queue
+        self.usage = usage
+        self.model = model
+        self.clock = clock
+        self.metrics = metrics
+
+    def open(self, call: Call, principal: Principal, route: str) -> "Account":
+        """The account of a call, its quota reserved.
+
+        Raises:
+            ApiError: 429 or 400, the tenant's quota does not allow for it.
+        """
+        limit = self.quotas.context_max(principal.tenant)
+        requests = [_within(request, limit, principal) for request in call.requests]
+        try:
+            return Account(self, call, requests, principal.tenant, route)
+        except ApiError:
+            self.metrics.tenant(principal.tenant).num_refused += 1
+            raise
+
+
+class Account:
+    """One call's account. `requests` are what the engine is to do."""
+
+    def __init__(
+        self,
+        accounting: Accounting,
+        call: Call,
+        requests: list[Request],
+        tenant: str,
+        route: str,
+    ) -> None:
+        self.requests = requests
+        self.tenant = tenant
+        self._accounting = accounting
+        self._call = call
+        self._num_input = sum(len(request.prompt_token_ids) for request in requests)
+        self._num_output = sum(request.sampling.max_tokens for request in requests)
+        self._reservation = accounting.quotas.reserve(tenant, self._num_input, self._num_output)
+        self._has_entered = self._is_accepted = self._is_recorded = False
+        self._reasons: dict[int, str] = {}
+        self._cached: dict[int, int] = {}
+        self._num_generated = 0
+        self._first_token_s = 0.0
+        self._start_ns = self._progress_ns = accounting.clock.now_ns()
+        self._record = UsageRecord(
+            request_id=call.call_id,
+            tenant=tenant,
+            model=accounting.model,
+            route=route,
+            started_s=accounting.clock.unix_s(),
+            num_prompt_tokens=self._num_input,
+            num_images=sum(len(request.images) for request in requests),
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers that say what is left of the quota."""
+        return self._accounting.quotas.headers(self.tenant)
+
+    async def enter(self) -> None:
+        """Waits for the call's turn. Raises ApiError 429 if too many wait."""
+        cost = self._num_input + self._num_output
+        start_ns = self._accounting.clock.now_ns()
+        await self._accounting.queue.enter(self.tenant, len(self.requests), cost)
+        self._has_entered = True
+        waited_ns = self._accounting.clock.now_ns() - start_ns
+        self._accounting.metrics.queue_s.observe(s_of_ns(waited_ns))
+
+    async def begin(self) -> None:
+        """Records that the engine has accepted the call; returns when that is on disk.
+
+        Raises:
+            ApiError: 503, it cannot be recorded.
+        """
+        self._is_accepted = True
+        if self._accounting.usage is None:
+            return
+        # Even if the wait for the disk is cancelled, the record will be there.
+        self._is_recorded = True
+        try:
+            await self._accounting.usage.begin(self._record)
+        except sqlite3.Error:
+            self._is_recorded = False
+            raise unavailable("Usage cannot be recorded; the log has more") from None
+
+    def add(self, update: Update) -> None:
+        """Counts what is about to be delivered."""
+        now_ns = self._accounting.clock.now_ns()
+        if not self._num_generated:
+            self._first_token_s = s_of_ns(now_ns - self._start_ns)
+        self._num_generated += len(update.token_ids)
+        self._cached[update.index] = update.num_cached_tokens
+        if update.finish_reason is not None:
+            self._reasons[update.index] = update.finish_reason.value
+        if now_ns - self._progress_ns >= _PROGRESS_NS and self._is_recorded:
+            self._progress_ns = now_ns
+            assert self._accounting.usage is not None
+            self._accounting.usage.write_soon(self._record_now(OPEN))
+
+    async def end(self) -> None:
+        """Completes the record of a call whose texts have ended; returns when it is on disk."""
+        ended = self._reasons.values()
+        reason = next((reason for reason in _WORST_FIRST if reason in ended), "stop")
+        await self._close(reason)
+
+    async def fail(self) -> None:
+        """Completes the record of a call that a fault has ended; returns when it is on disk.
+
+        If it cannot be written either, the log has it.
+        """
+        with contextlib.suppress(ApiError):
+            await self._close(FinishReason.ERROR.value)
+
+    def abandon(self) -> None:
+        """Completes the record of a call that nobody waits for, if nothing else has."""
+        record = self._settled(FinishReason.ABORT.value)
+        if record is not None and self._accounting.usage is not None:
+            self._accounting.usage.write_soon(record)
+
+    async def _close(self, reason: str) -> None:
+        record = self._settled(reason)
+        if record is not None and self._accounting.usage is not None:
+            try:
+                await self._accounting.usage.end(record)
+            except sqlite3.Error:
+                raise unavailable("Usage cannot be recorded; the log has more") from None
+
+    def _settled(self, reason: str) -> UsageRecord | None:
+        """Corrects quota and share, once; the complete record if there is to be one."""
+        if self._reservation.is_over:
+            return None
+        accounting, num_cached = self._accounting, sum(self._cached.values())
+        accounting.quotas.settle(self._reservation, num_cached, self._num_generated)
+        if self._has_entered:
+            correction = self._num_generated - self._num_output - num_cached
+            accounting.queue.leave(self.tenant, len(self.requests), correction)
+        if not self._is_accepted:
+            return None
+        record = self._record_now(reason)
+        counters = accounting.metrics.tenant(self.tenant)
+        counters.num_calls += 1
+        counters.num_prompt_tokens += record.num_prompt_tokens
+        counters.num_cached_tokens += record.num_cached_tokens
+        counters.num_generated_tokens += record.num_generated_tokens
+        CALLS.info("call ended", extra={"fields": asdict(record)})
+        return record if self._is_recorded else None
+
+    def _record_now(self, reason: str) -> UsageRecord:
+        return replace(
+            self._record,
+            num_cached_tokens=sum(self._cached.values()),
+            num_generated_tokens=self._num_generated,
+            num_reasoning_tokens=self._call.num_reasoning_tokens(),
+            first_token_s=self._first_token_s,
+            duration_s=s_of_ns(self._accounting.clock.now_ns() - self._start_ns),
+            finish_reason=reason,
+        )
+
+
+def _within(request: Request, context_max: int | None, principal: Principal) -> Request:
+    """A request as its tenant may have it: within its context, and with its salt."""
+    sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
+    if context_max is not None and num_prompt + sampling.max_tokens > context_max:
+        if num_prompt >= context_max:
+            raise bad_request(
+                f"The prompt has {num_prompt} tokens; the quota of {principal.tenant} is "
+                f"{context_max} for prompt and answer",
+                "messages",
+                "context_length_exceeded",
+            )
+        sampling = replace(sampling, max_tokens=context_max - num_prompt)
+    salt = principal.salted(request.cache_salt)
+    return replace(request, sampling=sampling, cache_salt=salt)

@@ -1,0 +1,158 @@
+"""The writing of one answer, whole or as a stream, while watching for the client to hang up.
+
+A call waits for its turn, opens a stream at the gateway, and waits until the worker has admitted
+every request, so that a refusal can still choose the status code. Its usage is on disk before the
+last byte goes out.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.frontend.accounting import Account
+from serving.frontend.errors import ApiError, internal_error
+from serving.frontend.gateway import Gateway, TokenStream
+from serving.frontend.protocols import Call
+
+_log = logging.getLogger(__name__)
+
+CUT_OFF_S = 2.0
+"""How long a reader that was cut off may take to read on, to hear why."""
+
+KEEP_ALIVE_S = 15.0
+"""How long a stream may be silent before a comment says that it is alive."""
+
+_KEEP_ALIVE = b": waiting\n\n"
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer(Response):
+    """Generates while it is written: a thin ASGI callable, because a token passes here often."""
+
+    def __init__(self, call: Call, account: Account, gateway: Gateway) -> None:
+        super().__init__()
+        self._call = call
+        self._account = account
+        self._gateway = gateway
+        self._stream: TokenStream | None = None
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            writing = asyncio.create_task(self._write(send))
+            hanging_up = asyncio.create_task(_until_disconnect(receive))
+            await asyncio.wait({writing, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (writing, hanging_up):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writing
+            cut_off = None if self._stream is None else self._stream.cut_off
+            if cut_off is not None and self._has_begun:
+                await _end_cut_off(self._call.failing(cut_off), send)
+        finally:
+            if self._stream is not None:
+                self._stream.close()
+            self._account.abandon()
+
+    async def _write(self, send: Send) -> None:
+        await self._account.enter()
+        writing = asyncio.current_task()
+        assert writing is not None
+        self._stream = stream = self._gateway.open(self._account.requests)
+        stream.on_cut_off = writing.cancel
+        await stream.admitted()
+        await self._account.begin()
+        if self._call.is_streamed:
+            await self._write_events(stream, send)
+        else:
+            await self._write_whole(stream, send)
+
+    async def _write_whole(self, stream: TokenStream, send: Send) -> None:
+        call = self._call
+        call.opening()
+        try:
+            async for _ in self._events(stream, None):
+                pass
+        except ApiError:
+            await self._account.fail()
+            raise
+        body = call.answer()
+        await self._account.end()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await self._start(send, headers)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _write_events(self, stream: TokenStream, send: Send) -> None:
+        call = self._call
+
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        await self._start(send, _SSE_HEADERS)
+        self._has_begun = True
+        try:
+            opening = call.opening()
+            if opening:
+                await write(opening)
+            end = b""
+            async for data, is_last in self._events(stream, KEEP_ALIVE_S):
+                if is_last:
+                    end = data + call.closing()
+                elif data:
+                    await write(data)
+            await self._account.end()
+        except ApiError as error:
+            end = call.failing(error)
+            await self._account.fail()
+        except Exception:
+            _log.exception("writing the stream of %s failed", call.call_id)
+            end = call.failing(internal_error())
+            await self._account.fail()
+        await write(end, more=False)
+
+    async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        own = [(b"x-request-id", self._call.call_id.encode()), *self._account.headers()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers + own})
+
+    async def _events(
+        self, stream: TokenStream, wait_s: float | None
+    ) -> AsyncIterator[tuple[bytes, bool]]:
+        """The events of each look at the stream, and whether they are the last of the call."""
+        call, account = self._call, self._account
+        num_open = len(call.requests)
+        while num_open:
+            updates = await stream.next(wait_s)
+            data = b"" if updates else _KEEP_ALIVE
+            for update in updates:
+                if call.is_over(update.index):
+                    continue
+                account.add(update)
+                data += call.feed(update)
+                if call.is_over(update.index):
+                    num_open -= 1
+                    stream.end(update.index)
+            yield data, not num_open
+
+
+async def _end_cut_off(body: bytes, send: Send) -> None:
+    """Tells a reader that was cut off why, if it reads on soon."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CUT_OFF_S):
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

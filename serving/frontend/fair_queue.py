@@ -1,0 +1,127 @@
+"""Who goes on to the engine next: tenants take turns by what they have been served.
+
+The engine serves in the order of arrival, so it is given only what it can soon run; the rest waits
+here. Each tenant has a *virtual time* that advances by the tokens it is granted; of the tenants
+that wait, the one with the least goes next (start-time fair queueing: Goyal, Vin and Cheng, 1996).
+A tenant that comes back after a pause starts at the present virtual time, so it has saved nothing
+up, and no tenant waits for more than one grant of each other one. When the queue is full, the
+newest waiter of the tenant with most waiters makes room for tenants that have fewer.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from serving.config import EngineOptions
+from serving.frontend.errors import ApiError
+
+
+@dataclass(slots=True)
+class _Waiter:
+    size: int
+    cost: float
+    turn: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class _Tenant:
+    virtual_time: float = 0.0
+    waiters: deque[_Waiter] = field(default_factory=deque[_Waiter])
+
+
+class FairQueue:
+    """Lets calls through to the engine.
+
+    Args:
+        running_max: engine requests that may be there at one time.
+        waiting_max: engine requests that may wait here.
+    """
+
+    def __init__(self, running_max: int, waiting_max: int) -> None:
+        self._running_max = running_max
+        self._waiting_max = waiting_max
+        self._tenants: dict[str, _Tenant] = {}
+        self._virtual_time = 0.0
+        self.num_running = 0
+        self.num_waiting = 0
+
+    @classmethod
+    def for_engine(cls, options: EngineOptions) -> "FairQueue":
+        """As many may wait in the engine as can run in it, the others of `waiting_max` here."""
+        num_rows = options.decode_rows[-1]
+        num_ahead = min(num_rows, options.waiting_max)
+        return cls(num_rows + num_ahead, options.waiting_max - num_ahead)
+
+    async def enter(self, tenant: str, size: int, cost: float) -> None:
+        """Waits for the turn of a call of `size` engine requests and `cost` tokens.
+
+        Whoever has entered has to leave.
+
+        Raises:
+            ApiError: 429, too many wait already.
+        """
+        state = self._tenants.setdefault(tenant, _Tenant())
+        if not self.num_waiting and self._has_room(size):
+            self._grant(state, size, cost)
+            return
+        while self.num_waiting + size > self._waiting_max:
+            if not self._make_room(state):
+                raise _full(self._waiting_max)
+        waiter = _Waiter(size, cost, asyncio.get_running_loop().create_future())
+        state.waiters.append(waiter)
+        self.num_waiting += size
+        try:
+            await waiter.turn
+        except asyncio.CancelledError:
+            if waiter.turn.done() and not waiter.turn.cancelled() and not waiter.turn.exception():
+                self.leave(tenant, size, 0.0)  # Its turn had come in the meantime.
+            elif waiter in state.waiters:
+                state.waiters.remove(waiter)
+                self.num_waiting -= size
+                self._advance()
+            raise
+
+    def leave(self, tenant: str, size: int, correction: float) -> None:
+        """Ends a call; `correction` is what it took beyond the cost it entered with."""
+        self.num_running -= size
+        state = self._tenants[tenant]
+        state.virtual_time += correction
+        self._advance()
+
+    def _has_room(self, size: int) -> bool:
+        # A call that is larger than everything goes alone.
+        return not self.num_running or self.num_running + size <= self._running_max
+
+    def _grant(self, state: _Tenant, size: int, cost: float) -> None:
+        start = max(state.virtual_time, self._virtual_time)
+        state.virtual_time = start + cost
+        self._virtual_time = start
+        self.num_running += size
+
+    def _advance(self) -> None:
+        while waiting := [state for state in self._tenants.values() if state.waiters]:
+            state = min(waiting, key=lambda other: max(other.virtual_time, self._virtual_time))
+            waiter = state.waiters[0]
+            if not self._has_room(waiter.size):
+                return
+            state.waiters.popleft()
+            self.num_waiting -= waiter.size
+            if not waiter.turn.done():
+                self._grant(state, waiter.size, waiter.cost)
+                waiter.turn.set_result(None)
+
+    def _make_room(self, comer: _Tenant) -> bool:
+        """Turns the newest waiter of the tenant with most away, if that has more than `comer`."""
+        longest = max(self._tenants.values(), key=lambda state: len(state.waiters))
+        if len(longest.waiters) <= len(comer.waiters) + 1:
+            return False
+        waiter = longest.waiters.pop()
+        self.num_waiting -= waiter.size
+        if not waiter.turn.done():
+            waiter.turn.set_exception(_full(self._waiting_max))
+        return True
+
+
+def _full(limit: int) -> ApiError:
+    detail = f"{limit} requests wait already; send it again later"
+    return ApiError(429, detail, code="queue_full", retry_after_s=1)

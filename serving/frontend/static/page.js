@@ -1,0 +1,227 @@
+"use strict";
+
+const byId = (id) => document.getElementById(id);
+const messages = [];
+let model = "";
+let aborter = null;
+
+byId("key").value = sessionStorage.getItem("key") || "";
+byId("key").addEventListener("change", (event) => {
+  sessionStorage.setItem("key", event.target.value);
+  begin();
+});
+
+function headers() {
+  const key = byId("key").value.trim();
+  return key ? { authorization: `Bearer ${key}` } : {};
+}
+
+async function errorOf(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `${response.status} ${response.statusText}`;
+  }
+}
+
+async function begin() {
+  const response = await fetch("/v1/models", { headers: headers() });
+  if (!response.ok) {
+    byId("state").textContent = await errorOf(response);
+    return;
+  }
+  model = (await response.json()).data[0].id;
+  byId("model").textContent = model;
+  document.title = model;
+}
+
+// Chat
+
+function addTurn(kind, text) {
+  const turn = document.createElement("div");
+  turn.className = `turn ${kind}`;
+  const content = document.createElement("span");
+  content.textContent = text;
+  turn.append(content);
+  byId("turns").append(turn);
+  return { turn, content };
+}
+
+function dataUrlOf(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const line = block.split("\n").find((part) => part.startsWith("data: "));
+      if (line && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+function showThinking(turn, text) {
+  let details = turn.querySelector("details");
+  if (!details) {
+    details = document.createElement("details");
+    details.append(document.createElement("summary"), document.createElement("span"));
+    details.firstChild.textContent = "Thinking";
+    turn.prepend(details);
+  }
+  details.lastChild.textContent += text;
+}
+
+async function answer() {
+  const { turn, content } = addTurn("assistant", "");
+  aborter = new AbortController();
+  const response = await fetch("/v1/chat/completions", {
+    method: "POST",
+    headers: { "content-type": "application/json", ...headers() },
+    body: JSON.stringify({
+      model,
+      messages,
+      stream: true,
+      max_tokens: Number(byId("limit").value),
+      thinking: { type: byId("thinking").checked ? "enabled" : "disabled" },
+    }),
+    signal: aborter.signal,
+  });
+  if (!response.ok) throw new Error(await errorOf(response));
+  for await (const event of eventsOf(response)) {
+    if (event.error) throw new Error(event.error.message);
+    const delta = event.choices[0]?.delta || {};
+    if (delta.reasoning_content) showThinking(turn, delta.reasoning_content);
+    if (delta.content) content.textContent += delta.content;
+  }
+  messages.push({ role: "assistant", content: content.textContent });
+}
+
+function setBusy(isBusy) {
+  byId("send").disabled = isBusy;
+  byId("stop").disabled = !isBusy;
+}
+
+byId("ask").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const text = byId("text").value;
+  const file = byId("image").files[0];
+  const { turn } = addTurn("user", text);
+  setBusy(true);
+  const numBefore = messages.length;
+  try {
+    let content = text;
+    if (file) {
+      const url = await dataUrlOf(file);
+      const image = document.createElement("img");
+      image.src = url;
+      turn.append(image);
+      content = [{ type: "text", text }, { type: "image_url", image_url: { url } }];
+    }
+    messages.push({ role: "user", content });
+    byId("ask").reset();
+    await answer();
+  } catch (error) {
+    messages.length = numBefore;
+    addTurn("error", error.name === "AbortError" ? "Stopped" : error.message);
+  }
+  setBusy(false);
+});
+
+byId("stop").addEventListener("click", () => aborter?.abort());
+byId("clear").addEventListener("click", () => {
+  messages.length = 0;
+  byId("turns").replaceChildren();
+});
+
+// Server
+
+const NUM_POINTS = 120;
+const PERIOD_MS = 2000;
+const series = new Map();
+let previous = null;
+
+function parse(page) {
+  const found = new Map();
+  for (const line of page.split("\n")) {
+    if (!line || line.startsWith("#")) continue;
+    const end = line.lastIndexOf(" ");
+    found.set(line.slice(0, end), Number(line.slice(end + 1)));
+  }
+  return found;
+}
+
+function plot(name, value, unit, digits = 0) {
+  if (!series.has(name)) {
+    const figure = document.createElement("figure");
+    const caption = document.createElement("figcaption");
+    caption.append(document.createElement("span"), document.createElement("output"));
+    caption.firstChild.textContent = name;
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("viewBox", "0 0 100 100");
+    svg.setAttribute("preserveAspectRatio", "none");
+    const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
+    svg.append(line);
+    figure.append(caption, svg);
+    byId("plots").append(figure);
+    series.set(name, { values: [], output: caption.lastChild, line });
+  }
+  const { values, output, line } = series.get(name);
+  values.push(value);
+  if (values.length > NUM_POINTS) values.shift();
+  output.textContent = `${value.toFixed(digits)} ${unit}`;
+  const top = Math.max(...values, 1e-9);
+  const points = values.map((y, x) => `${(x * 100) / (NUM_POINTS - 1)},${98 - (y / top) * 96}`);
+  line.setAttribute("points", points.join(" "));
+}
+
+function ratio(now, above, below) {
+  const change = (name) => now.get(name) - previous.values.get(name);
+  return change(below) > 0 ? change(above) / change(below) : 0;
+}
+
+function show(now, timeMs) {
+  const value = (name) => now.get(`deepinfer_${name}`) || 0;
+  plot("Running", value("num_requests_running"), "requests");
+  plot("Waiting", value("num_requests_waiting") + value("num_requests_queued"), "requests");
+  plot("KV memory held", 100 * value("kv_cache_usage_ratio"), "%", 1);
+  if (previous) {
+    const seconds = (timeMs - previous.timeMs) / 1000;
+    const name = "deepinfer_generation_tokens_total";
+    plot("Tokens", (now.get(name) - previous.values.get(name)) / seconds, "per second", 1);
+    const cached = ratio(now, "deepinfer_cached_tokens_total", "deepinfer_prompt_tokens_total");
+    plot("Prompt reused", 100 * cached, "%", 1);
+    const first = "deepinfer_time_to_first_token_seconds";
+    plot("First token after", 1000 * ratio(now, `${first}_sum`, `${first}_count`), "ms", 1);
+  }
+  previous = { values: now, timeMs };
+}
+
+async function look() {
+  try {
+    const response = await fetch("/metrics", { headers: headers() });
+    if (response.ok) {
+      show(parse(await response.text()), performance.now());
+      const ready = await fetch("/ready");
+      byId("state").textContent = ready.ok ? "Ready" : await errorOf(ready);
+    } else {
+      byId("state").textContent = `How the server is doing: ${await errorOf(response)}`;
+    }
+  } catch {
+    byId("state").textContent = "The server does not answer";
+  }
+  setTimeout(look, PERIOD_MS);
+}
+
+begin();
+look();

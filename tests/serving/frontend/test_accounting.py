@@ -1,0 +1,220 @@
+"""Goal: with keys, quotas and records in place, every accepted call leaves exactly one record that
+agrees with what the client was told, and tenants get what is theirs and nothing else.
+
+Method: HTTP against a scripted executor and a real database; the official client where errors
+matter to it.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from serving.frontend.auth import Scope, SqliteKeyStore
+from serving.frontend.usage import UsageRecord, read_records
+from tests.serving.frontend.alphabet import completion, events_of, letter_at, wait_for
+from tests.serving.running_service import RunningService
+from tests.serving.scripted import ScriptedExecutor
+
+
+@dataclass
+class Shop:
+    """A service with tenants, and what it has recorded."""
+
+    service: RunningService
+    database: Path
+    keys: dict[str, str]
+
+    def post(self, tenant: str, path: str = "/v1/completions", **changes: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.keys[tenant]}"}
+        body = completion(**changes)
+        return httpx.post(f"{self.service.url}{path}", json=body, headers=headers, timeout=20)
+
+    def record_of(self, request_id: str) -> UsageRecord:
+        found = [row for row in read_records(self.database) if row.request_id == request_id]
+        assert len(found) == 1, found
+        return found[0]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    database = tmp_path_factory.mktemp("shop") / "service.sqlite3"
+    store = SqliteKeyStore(database)
+    keys = {name: store.add(name, [Scope.USE], 0)[1] for name in ("acme", "other", "small")}
+    keys["root"] = store.add("root", [Scope.ADMIN], 0)[1]
+    options = {"quotas.small.concurrent_max": 1, "quotas.small.requests_per_minute": 2}
+    options |= {"quotas.small.context_max": 40}
+    executor = ScriptedExecutor(letter_at, step_s=0.001)
+    with RunningService(executor, options, database) as service:
+        yield Shop(service, database, keys)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_record_agrees_with_the_answer(shop: Shop, stream: bool) -> None:
+    options: Any = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = shop.post("acme", prompt=["x", "yy"], max_tokens=6, stream=stream, **options)
+    name = answer.headers["x-request-id"]
+    record = shop.record_of(name)
+    assert name in answer.text and (record.tenant, record.model) == ("acme", "tiny-v41")
+    assert f'"prompt_tokens":{record.num_prompt_tokens}' in answer.text
+    assert f'"completion_tokens":{record.num_generated_tokens}' in answer.text
+    assert (record.num_generated_tokens, record.finish_reason) == (12, "length")
+    assert record.route == "/v1/completions" and record.duration_s >= record.first_token_s > 0
+
+
+def test_other_dialects_are_recorded(shop: Shop) -> None:
+    settings = {
+        "model": "tiny-v41",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "x"}],
+    }
+    headers = {"x-api-key": shop.keys["acme"]}
+    url = f"{shop.service.url}/v1/messages"
+    for stream in (False, True):
+        answer = httpx.post(url, json=settings | {"stream": stream}, headers=headers, timeout=20)
+        record = shop.record_of(answer.headers["x-request-id"])
+        assert record.route == "/v1/messages" and record.num_generated_tokens == 5
+        assert record.num_reasoning_tokens == 5, "it never stopped thinking"
+
+
+def test_refused_calls_leave_no_record(shop: Shop) -> None:
+    before = len(list(read_records(shop.database)))
+    assert shop.post("acme", max_tokens=0).status_code == 400
+    assert shop.post("root").status_code == 403
+    for headers in ({}, {"authorization": "Bearer dk-wrong"}):
+        answer = httpx.post(f"{shop.service.url}/v1/completions", json={}, headers=headers)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert len(list(read_records(shop.database))) == before
+
+
+def test_hanging_up_is_recorded_once(shop: Shop) -> None:
+    headers = {"authorization": f"Bearer {shop.keys['acme']}"}
+    url = f"{shop.service.url}/v1/completions"
+    body = completion(max_tokens=480, stream=True)
+    with httpx.stream("POST", url, json=body, headers=headers) as answer:
+        name = answer.headers["x-request-id"]
+        next(answer.iter_bytes())
+    wait_for(
+        lambda: any(row.request_id == name for row in read_records(shop.database)), "the record"
+    )
+    record = shop.record_of(name)
+    assert record.finish_reason == "abort" and 0 < record.num_generated_tokens < 480
+
+
+def test_scopes_of_other_routes(shop: Shop) -> None:
+    def status(path: str, tenant: str | None) -> int:
+        headers = {} if tenant is None else {"x-api-key": shop.keys[tenant]}
+        return httpx.get(f"{shop.service.url}{path}", headers=headers).status_code
+
+    assert [status("/health", None), status("/ready", None)] == [200, 200]
+    assert [status("/metrics", who) for who in (None, "acme", "root")] == [401, 403, 200]
+    assert [status("/v1/models", who) for who in (None, "acme", "root")] == [401, 200, 403]
+
+
+def test_quotas_reach_the_client(shop: Shop) -> None:
+    first = shop.post("small", max_tokens=100)
+    assert first.json()["usage"]["completion_tokens"] < 40, "cut to the context of the tenant"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    error = shop.post("small", prompt="x y " * 30)
+    assert error.status_code == 400 and error.json()["error"]["code"] == "context_length_exceeded"
+    assert shop.post("small").status_code == 200
+    with (
+        openai.OpenAI(
+            base_url=f"{shop.service.url}/v1", api_key=shop.keys["small"], max_retries=0
+        ) as client,
+        pytest.raises(openai.RateLimitError) as caught,
+    ):
+        client.completions.create(model="tiny-v41", prompt="x", max_tokens=3)
+    headers = caught.value.response.headers
+    assert 1 <= int(headers["retry-after"]) <= 30
+    assert headers["x-ratelimit-limit-requests"] == "2"
+    assert shop.post("other").status_code == 200
+
+
+def test_prefixes_are_not_shared_between_tenants(shop: Shop) -> None:
+    prompt = list(range(10, 10 + 200))
+
+    def cached(tenant: str, **changes: Any) -> int:
+        usage = shop.post(tenant, prompt=prompt, max_tokens=2, **changes).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("acme") == 0
+    assert cached("acme") == 128 and cached("acme", cache_salt="mine") == 0
+    assert cached("other") == 0 and cached("other") == 128
+
+
+def test_metrics_count_by_tenant_and_under_familiar_names(shop: Shop) -> None:
+    headers = {"x-api-key": shop.keys["root"]}
+
+    def page() -> str:
+        return httpx.get(f"{shop.service.url}/metrics", headers=headers).text
+
+    def value(name: str) -> float:
+        lines = [line for line in page().splitlines() if line.startswith(f"{name} ")]
+        return float(lines[0].split()[-1]) if lines else 0.0
+
+    calls = 'deepinfer_tenant_calls_total{tenant="other"}'
+    tokens = 'deepinfer_tenant_generated_tokens_total{tenant="other"}'
+    familiar = 'vllm:generation_tokens_total{model_name="tiny-v41"}'
+    before = [value(name) for name in (calls, tokens, familiar)]
+    assert shop.post("other", max_tokens=6).status_code == 200
+    after = [value(name) for name in (calls, tokens, familiar)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 6, 6]
+    text = page()
+    for name in (
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_sum",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_hits_total",
+        "prefix_cache_queries_total",
+    ):
+        assert f"vllm:{name}{{" in text, name
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-v41"}' in text
+
+
+def test_fault_is_recorded_as_an_error(tmp_path: Path) -> None:
+    database = tmp_path / "db"
+    executor = ScriptedExecutor(letter_at, failing_step=4)
+    with RunningService(executor, None, database) as service:
+        url = f"{service.url}/v1/completions"
+        body = completion(max_tokens=100, stream=True)
+        answer = httpx.post(url, json=body, timeout=20)
+        assert events_of(answer.text)[-1] == "[DONE]"
+        (record,) = read_records(database)
+    assert record.finish_reason == "error" and record.tenant == "local"
+    assert record.request_id == answer.headers["x-request-id"]
+    chunks = [json.loads(event) for event in events_of(answer.text)[:-2]]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert record.num_generated_tokens == len(text), "billed is what was delivered"
+
+
+def test_greedy_tenant_cannot_push_another_past_its_share(tmp_path: Path) -> None:
+    database = tmp_path / "db"
+    store = SqliteKeyStore(database)
+    keys = {name: store.add(name, [Scope.USE], 0)[1] for name in ("greedy", "small")}
+    gate = threading.Event()
+    options = {"engine.decode_rows": [1], "engine.prefill_rows": 1, "engine.waiting_max": 64}
+    executor = ScriptedExecutor(letter_at, gate=gate)
+    with RunningService(executor, options, database) as service, ThreadPoolExecutor(20) as pool:
+        shop = Shop(service, database, keys)
+        held = [pool.submit(shop.post, "greedy", max_tokens=8) for _ in range(12)]
+        wait_for(lambda: service.accounting.queue.num_waiting == 10, "a queue")
+        late = [pool.submit(shop.post, "small", max_tokens=8) for _ in range(3)]
+        wait_for(lambda: service.accounting.queue.num_waiting == 13, "a longer queue")
+        gate.set()
+        assert all(task.result().status_code == 200 for task in (*held, *late))
+    # Rows are in the order in which the engine took the calls. Two of the greedy tenant were in
+    # the engine already; then both take turns.
+    taken = [row.tenant for row in read_records(database)]
+    assert len(taken) == 15 and taken[:9].count("small") == 3, taken
