@@ -1,17 +1,28 @@
 """The door: every operation of the package, its meaning and its checks.
 
-An operation is one noun in several places, always spelled the same: a function here and its
-meaning in `reference/`. Callers see only this module. Shapes are written with `T` tokens, `R`
-rows (sequences), `H` heads, `D` channels, `E` experts, `K` selected entries, `B` blocks a table,
-`V` vocabulary. A wrong call raises `ValueError` naming the argument, what it is and what was
+An operation is one noun in several places, always spelled the same: a function here, its meaning in
+`reference/` and, for some, a GPU kernel in `mosaic/`. Callers see only this module, and choose by
+`implementation` (`selection.py`) where there is one. Shapes are written with `T` tokens, `R` rows
+(sequences), `H` heads, `D` channels, `E` experts, `K` selected entries, `B` blocks a table, `V`
+vocabulary. A wrong call raises `ValueError` naming the argument, what it is and what was
 expected, before anything is computed.
 """
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import (
+    expect,
+    expect_both,
+    expect_distinct,
+    expect_integers,
+    expect_range,
+    format_name,
+)
 from pallas_kernels.history import TokenHistory
 from pallas_kernels.mix import Mix
+from pallas_kernels.mosaic import grouped_matmul as _grouped_matmul_sm90
+from pallas_kernels.mosaic import scaled_matmul as _scaled_matmul_sm90
 from pallas_kernels.reference import cache_append as _cache_append
 from pallas_kernels.reference import grouped_matmul as _grouped_matmul
 from pallas_kernels.reference import hyper_mix as _hyper_mix
@@ -20,21 +31,34 @@ from pallas_kernels.reference import sample_tokens as _sample_tokens
 from pallas_kernels.reference import scaled_matmul as _scaled_matmul
 from pallas_kernels.reference import sparse_attention as _sparse_attention
 from pallas_kernels.scaled_array import Format, ScaledArray
+from pallas_kernels.selection import Implementation, run
 
 Packed = ScaledArray | jax.Array
 """A quantised array or, where nothing is quantised, a plain one of the same shape."""
 
 
 def scaled_matmul(
-    x: jax.Array, weight: Packed, *, activation_format: Format | None = None
+    x: jax.Array,
+    weight: Packed,
+    *,
+    activation_format: Format | None = None,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """`x [..., K]` times the transpose of `weight [N, K]`, float32 `[..., N]`.
 
     Accumulates in float32. `activation_format` quantises and widens `x` first; None leaves it.
     """
-    _expect(weight.ndim == 2, "weight", weight.shape, "[N, K]")
-    _expect(x.shape[-1] == weight.shape[1], "x", x.shape, f"[..., {weight.shape[1]}]")
-    return _scaled_matmul.scaled_matmul(x, weight, activation_format=activation_format)
+    expect(weight.ndim == 2, "weight", weight.shape, "[N, K]")
+    expect(x.shape[-1] == weight.shape[1], "x", x.shape, f"[..., {weight.shape[1]}]")
+    return run(
+        "scaled_matmul",
+        implementation,
+        {"sm90": _scaled_matmul_sm90.scaled_matmul},
+        _scaled_matmul.scaled_matmul,
+        x,
+        weight,
+        activation_format=activation_format,
+    )
 
 
 def grouped_matmul(
@@ -47,6 +71,7 @@ def grouped_matmul(
     *,
     limit: float,
     activation_format: Format | None = None,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """Weighted sum of the chosen experts' gated feed-forward outputs, float32 [T, D].
 
@@ -61,19 +86,32 @@ def grouped_matmul(
         limit: clamp of gate (from above) and up branch (both sides).
         activation_format: quantises the inputs of both products; None leaves them.
     """
-    _expect(w1.ndim == 3, "w1", w1.shape, "[E, F, D]")
+    expect(w1.ndim == 3, "w1", w1.shape, "[E, F, D]")
     num_experts, ffn, width = w1.shape
-    _expect(x.ndim == 2 and x.shape[1] == width, "x", x.shape, f"[T, {width}]")
-    _expect(w3.shape == w1.shape, "w3", w3.shape, str(w1.shape))
-    _expect(w2.shape == (num_experts, width, ffn), "w2", w2.shape, f"{(num_experts, width, ffn)}")
-    _expect(
+    expect(x.ndim == 2 and x.shape[1] == width, "x", x.shape, f"[T, {width}]")
+    expect(w3.shape == w1.shape, "w3", w3.shape, str(w1.shape))
+    expect(w2.shape == (num_experts, width, ffn), "w2", w2.shape, f"{(num_experts, width, ffn)}")
+    expect(
         expert_index.shape == expert_weight.shape and expert_index.shape[0] == x.shape[0],
         "expert_index",
         expert_index.shape,
         f"[{x.shape[0]}, K] like expert_weight {expert_weight.shape}",
     )
-    return _grouped_matmul.grouped_matmul(
-        x, expert_index, expert_weight, w1, w3, w2, limit=limit, activation_format=activation_format
+    expect_integers(expert_index=expert_index)
+    expect_range("expert_index", expert_index, 0, num_experts)
+    return run(
+        "grouped_matmul",
+        implementation,
+        {"sm90": _grouped_matmul_sm90.grouped_matmul},
+        _grouped_matmul.grouped_matmul,
+        x,
+        expert_index,
+        expert_weight,
+        w1,
+        w3,
+        w2,
+        limit=limit,
+        activation_format=activation_format,
     )
 
 
@@ -102,10 +140,10 @@ def hyper_mix(
     _expect_streams(streams, output, pre)
     _, num_streams, width = streams.shape
     rows = num_streams * (2 + num_streams)
-    _expect(fn.shape == (rows, num_streams * width), "fn", fn.shape, f"[{rows}, S * D]")
-    _expect(base.shape == (rows,), "base", base.shape, f"[{rows}]")
-    _expect(scale.shape == (3,), "scale", scale.shape, "[3]")
-    _expect_both("mix", mix, "output", output)
+    expect(fn.shape == (rows, num_streams * width), "fn", fn.shape, f"[{rows}, S * D]")
+    expect(base.shape == (rows,), "base", base.shape, f"[{rows}]")
+    expect(scale.shape == (3,), "scale", scale.shape, "[3]")
+    expect_both("mix", mix, "output", output)
     return _hyper_mix.hyper_mix(
         streams, output, mix, pre, fn, scale, base, iterations=iterations, eps=eps
     )
@@ -131,8 +169,12 @@ def cache_append(pool: Packed, values: jax.Array, outer: jax.Array, inner: jax.A
         outer: [T] int32 block or slot; negative or past the end means the row is not written.
         inner: [T] int32 place inside it. No place may be written twice in one call.
     """
-    _expect(values.shape[1:] == pool.shape[2:], "values", values.shape, f"[T, {pool.shape[2:]}]")
-    _expect(outer.shape == inner.shape == values.shape[:1], "outer", outer.shape, "[T] like inner")
+    expect(values.shape[1:] == pool.shape[2:], "values", values.shape, f"[T, {pool.shape[2:]}]")
+    expect(outer.shape == inner.shape == values.shape[:1], "outer", outer.shape, "[T] like inner")
+    expect_integers(outer=outer, inner=inner)
+    expect_range("inner", inner, 0, pool.shape[1])
+    is_written = (outer >= 0) & (outer < pool.shape[0])
+    expect_distinct("place (outer, inner)", outer, inner, where=is_written)
     return _cache_append.cache_append(pool, values, outer, inner)
 
 
@@ -165,25 +207,33 @@ def sparse_attention(
         window: number of window tokens, at most `ring_length + 1`.
         scale: multiplies the dot products, not the sink.
     """
-    _expect(q.ndim == 3, "q", q.shape, "[T, H, D]")
+    expect(q.ndim == 3, "q", q.shape, "[T, H, D]")
     _, num_heads, width = q.shape
     # The token itself never comes from the ring.
     reaches = ring.ndim == 3 and ring.shape[1] >= window - 1
-    _expect(
+    expect(
         reaches and ring.shape[-1] == width,
         "ring",
         ring.shape,
         f"[S, L, {width}], L at least {window - 1}",
     )
-    _expect(_format(recent) == _format(ring), "recent", _format(recent), f"{_format(ring)}")
-    _expect(recent.shape == (q.shape[0], width), "recent", recent.shape, f"[T, {width}]")
-    _expect(sink.shape == (num_heads,), "sink", sink.shape, f"[{num_heads}]")
-    _expect_both("entry_index", entry_index, "entries", entries)
+    expect(
+        format_name(recent) == format_name(ring),
+        "recent",
+        format_name(recent),
+        f"{format_name(ring)}",
+    )
+    expect(recent.shape == (q.shape[0], width), "recent", recent.shape, f"[T, {width}]")
+    expect(sink.shape == (num_heads,), "sink", sink.shape, f"[{num_heads}]")
+    expect_both("entry_index", entry_index, "entries", entries)
     if entries is not None and entry_index is not None:
         fits = entries.ndim == 3 and entries.shape[-1] == width
-        _expect(fits, "entries", entries.shape, f"[num_blocks, entries_per_block, {width}]")
+        expect(fits, "entries", entries.shape, f"[num_blocks, entries_per_block, {width}]")
         fits = entry_index.ndim == 2 and entry_index.shape[0] == q.shape[0]
-        _expect(fits, "entry_index", entry_index.shape, f"[{q.shape[0]}, K]")
+        expect(fits, "entry_index", entry_index.shape, f"[{q.shape[0]}, K]")
+        expect_integers(entry_index=entry_index)
+        expect_range("entry_index", entry_index, -1, entries.shape[0] * entries.shape[1])
+    expect_range("history.slot", history.slot, 0, ring.shape[0])
     return _sparse_attention.sparse_attention(
         q, ring, recent, history, entries, entry_index, sink, window=window, scale=scale
     )
@@ -221,18 +271,19 @@ def index_topk(
         [T, k] int32 entry numbers within the sequence, and [T, num_candidate_blocks] int32
         ascending, then -1 (None if not asked for).
     """
-    _expect(keys.ndim == 3, "keys", keys.shape, "[num_blocks, entries_per_block, D]")
-    _expect(
-        q.ndim == 3 and q.shape[-1] == keys.shape[-1], "q", q.shape, f"[T, H, {keys.shape[-1]}]"
-    )
-    _expect(block_table.ndim == 2, "block_table", block_table.shape, "[R, B]")
-    _expect(head_weight.shape == q.shape[:2], "head_weight", head_weight.shape, f"{q.shape[:2]}")
-    _expect(row.shape == num_visible.shape == q.shape[:1], "row", row.shape, "[T] like num_visible")
-    _expect(k > 0, "k", k, "at least 1")
-    _expect(candidate_block_size > 0, "candidate_block_size", candidate_block_size, "at least 1")
+    expect(keys.ndim == 3, "keys", keys.shape, "[num_blocks, entries_per_block, D]")
+    expect(q.ndim == 3 and q.shape[-1] == keys.shape[-1], "q", q.shape, f"[T, H, {keys.shape[-1]}]")
+    expect(block_table.ndim == 2, "block_table", block_table.shape, "[R, B]")
+    expect(head_weight.shape == q.shape[:2], "head_weight", head_weight.shape, f"{q.shape[:2]}")
+    expect(row.shape == num_visible.shape == q.shape[:1], "row", row.shape, "[T] like num_visible")
+    expect_integers(block_table=block_table, row=row, num_visible=num_visible)
+    expect_range("block_table", block_table, 0, keys.shape[0])
+    expect_range("row", row, 0, block_table.shape[0])
+    expect(k > 0, "k", k, "at least 1")
+    expect(candidate_block_size > 0, "candidate_block_size", candidate_block_size, "at least 1")
     if candidates is not None:
         fits = candidates.ndim == 2 and candidates.shape[0] == q.shape[0]
-        _expect(fits, "candidates", candidates.shape, f"[{q.shape[0]}, C]")
+        expect(fits, "candidates", candidates.shape, f"[{q.shape[0]}, C]")
     return _index_topk.index_topk(
         q,
         head_weight,
@@ -329,18 +380,18 @@ def accept_tokens(
         [R] int32 number of accepted drafts and [R] int32 next token. A row without tokens of its
         own gets 0 and an arbitrary token.
     """
-    _expect(logits.ndim == 2, "logits", logits.shape, "[T, V]")
+    expect(logits.ndim == 2, "logits", logits.shape, "[T, V]")
     num_tokens, vocab_size = logits.shape
     num_rows, drafts_max = draft_tokens.shape
-    _expect(row.shape == (num_tokens,), "row", row.shape, f"[{num_tokens}]")
-    _expect(
+    expect(row.shape == (num_tokens,), "row", row.shape, f"[{num_tokens}]")
+    expect(
         draft_probability.shape == draft_tokens.shape,
         "draft_probability",
         draft_probability.shape,
         f"[{num_rows}, {drafts_max}]",
     )
     fits = draft_logits.ndim == 3 and draft_logits.shape[1:] == (drafts_max, vocab_size)
-    _expect(fits, "draft_logits", draft_logits.shape, f"[S, {drafts_max}, {vocab_size}]")
+    expect(fits, "draft_logits", draft_logits.shape, f"[S, {drafts_max}, {vocab_size}]")
     columns = {"first": first, "num_drafts": num_drafts, "slot": slot, "position": position}
     _expect_rows(num_rows, temperature, top_k, top_p, seed, **columns)
     return _sample_tokens.accept_tokens(
@@ -368,7 +419,7 @@ def _expect_sampling(
     seed: jax.Array,
     **columns: jax.Array,
 ) -> None:
-    _expect(logits.ndim == 2, "logits", logits.shape, "[M, V]")
+    expect(logits.ndim == 2, "logits", logits.shape, "[M, V]")
     _expect_rows(logits.shape[0], temperature, top_k, top_p, seed, **columns)
 
 
@@ -380,20 +431,16 @@ def _expect_rows(
     seed: jax.Array,
     **columns: jax.Array,
 ) -> None:
-    _expect(seed.shape == (num_rows, 2), "seed", seed.shape, f"[{num_rows}, 2]")
+    expect(seed.shape == (num_rows, 2), "seed", seed.shape, f"[{num_rows}, 2]")
     columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **columns}
     for name, column in columns.items():
-        _expect(column.shape == (num_rows,), name, column.shape, f"[{num_rows}]")
-
-
-def _format(array: Packed) -> str:
-    return array.format.name if isinstance(array, ScaledArray) else "unquantised"
+        expect(column.shape == (num_rows,), name, column.shape, f"[{num_rows}]")
 
 
 def _expect_streams(streams: jax.Array, output: jax.Array | None, weight: jax.Array) -> None:
-    _expect(streams.ndim == 3, "streams", streams.shape, "[T, S, D]")
+    expect(streams.ndim == 3, "streams", streams.shape, "[T, S, D]")
     num_tokens, num_streams, width = streams.shape
-    _expect(
+    expect(
         weight.shape == (num_tokens, num_streams),
         "weights of the streams",
         weight.shape,
@@ -401,16 +448,4 @@ def _expect_streams(streams: jax.Array, output: jax.Array | None, weight: jax.Ar
     )
     if output is not None:
         fits = output.shape == (num_tokens, width)
-        _expect(fits, "output", output.shape, f"[{num_tokens}, {width}]")
-
-
-def _expect_both(name: str, value: object, other_name: str, other: object) -> None:
-    received = "None" if value is None else "given"
-    _expect(
-        (value is None) == (other is None), name, received, f"None exactly when {other_name} is"
-    )
-
-
-def _expect(holds: bool, name: str, received: object, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {received}; expected {expected}")
+        expect(fits, "output", output.shape, f"[{num_tokens}, {width}]")

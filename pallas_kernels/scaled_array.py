@@ -135,7 +135,7 @@ def decode(array: Any, dtype: Any = jnp.float32) -> jax.Array:
         *lead, n, k = values.shape
         blocks = values.reshape(*lead, n // rows, rows, k // channels, channels)
         return (blocks * scale[..., :, None, :, None]).reshape(values.shape).astype(dtype)
-    groups = values.reshape(*values.shape[:-1], -1, channels)
+    groups = values.reshape(*values.shape[:-1], values.shape[-1] // channels, channels)
     return (groups * scale[..., None]).reshape(values.shape).astype(dtype)
 
 
@@ -153,7 +153,7 @@ def encode(values: jax.Array, form: Format) -> ScaledArray:
         x = x.reshape(*lead, n // rows, rows, k // channels, channels)
         axes: tuple[int, ...] = (-3, -1)
     else:
-        x = x.reshape(*x.shape[:-1], -1, channels)
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // channels, channels)
         axes = (-1,)
     amax = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True), form.amax_min)
     scale = _scale_for(amax, form)
@@ -195,7 +195,8 @@ def _code_values(codes: jax.Array, form: Format) -> jax.Array:
         return codes.astype(jnp.float32)
     table = np.array([*FP4_VALUES, *(-v for v in FP4_VALUES)], np.float32)
     nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1)
-    return jnp.asarray(table)[nibbles.reshape(*codes.shape[:-1], -1).astype(jnp.int32)]
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    return jnp.asarray(table)[nibbles.reshape(shape).astype(jnp.int32)]
 
 
 def _round_to_codes(x: jax.Array, form: Format) -> jax.Array:

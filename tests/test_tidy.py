@@ -248,22 +248,21 @@ def test_an_op_has_all_its_places(tmp_path: Path) -> None:
     ]
 
 
-def test_once_there_are_kernels_an_op_has_a_kernel_and_cases(tmp_path: Path) -> None:
+def test_an_op_that_has_a_kernel_has_cases(tmp_path: Path) -> None:
     files = op_files(DOOR)
     files["pallas_kernels/mosaic/mix_sm100.py"] = module(function(150))
+    files["pallas_kernels/mosaic/widen.py"] = module("")
     files["pallas_kernels/cases.py"] = module('CASES = {"mix": 1}\n')
-    files["tests/pallas_kernels/test_mix_sm100.py"] = module("")
-    files["tests/pallas_kernels/test_cases.py"] = module("")
-    users = "import pallas_kernels.ops\nimport pallas_kernels.cases\n"
-    files["tests/e2e/test_all.py"] = module(users + "import pallas_kernels.mosaic.mix_sm100\n")
+    for name in ("mix_sm100", "widen", "cases"):
+        files[f"tests/pallas_kernels/test_{name}.py"] = module("")
+    files["tests/e2e/test_all.py"] = module(
+        "import pallas_kernels.ops\nimport pallas_kernels.cases\n"
+        "import pallas_kernels.mosaic.mix_sm100\nimport pallas_kernels.mosaic.widen\n"
+    )
     assert plant(tmp_path / "whole", files) == []
-    files["pallas_kernels/mosaic/turn.py"] = files.pop("pallas_kernels/mosaic/mix_sm100.py")
-    files["tests/pallas_kernels/test_turn.py"] = module("")
-    files["tests/e2e/test_all.py"] = module(users + "import pallas_kernels.mosaic.turn\n")
     files["pallas_kernels/cases.py"] = module("CASES = {}\n")
     assert plant(tmp_path / "lacking", files) == [
-        "pallas_kernels/reference/mix.py:1: no mix in pallas_kernels/cases.py",
-        "pallas_kernels/reference/mix.py:1: no pallas_kernels/mosaic/mix.py",
+        "pallas_kernels/mosaic/mix.py:1: no mix in pallas_kernels/cases.py",
     ]
 
 

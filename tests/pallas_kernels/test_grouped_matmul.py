@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ops
+from pallas_kernels.cases import Case
+from pallas_kernels.mosaic.grouped_matmul import group_rows
 from pallas_kernels.reference.grouped_matmul import swiglu
 from pallas_kernels.scaled_array import (
     FP4_ROW32,
@@ -21,6 +23,7 @@ from pallas_kernels.scaled_array import (
     encode,
     quantise_dequantise,
 )
+from tests.pallas_kernels.interpreted import TIME_LIMIT, check_case, quick
 
 E, F, D = 5, 64, 32
 grouped_matmul = jax.jit(ops.grouped_matmul, static_argnames=("limit", "activation_format"))
@@ -131,3 +134,41 @@ def test_no_tokens(experts: tuple[jax.Array, ...]) -> None:
     index, weight = np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32)
     out = grouped_matmul(jnp.zeros((0, D)), index, weight, *experts, limit=2.0)
     assert out.shape == (0, D)
+
+
+@TIME_LIMIT
+@quick("grouped_matmul")
+def test_the_kernel_gives_what_the_reference_gives(case: Case) -> None:
+    check_case(case)
+
+
+def test_rows_are_sorted_into_tiles_of_one_expert() -> None:
+    index = jnp.array([[2, 0], [2, 1], [0, 2], [1, 2]], jnp.int32)
+    weight = jnp.array([[1.0, 2.0], [3.0, 0.0], [4.0, 5.0], [0.0, 6.0]])
+    groups = jax.tree.map(np.asarray, group_rows(index, weight, 4, 2))
+    # Expert 0 has two rows, expert 1 none that is on, expert 2 has four.
+    np.testing.assert_array_equal(groups.tile_expert[:3], [0, 2, 2])
+    assert np.all(groups.tile_expert[3:] == -1)
+    np.testing.assert_array_equal(groups.token[:6], [0, 2, 0, 1, 2, 3])
+    np.testing.assert_array_equal(groups.route[:6], [2.0, 4.0, 1.0, 3.0, 5.0, 6.0])
+    num_rows = groups.token.shape[0]
+    assert num_rows == 2 * groups.tile_expert.shape[0]
+    off = num_rows
+    np.testing.assert_array_equal(groups.place, [2, 0, 3, off, 1, 4, off, 5])
+
+
+@pytest.mark.parametrize("tile_rows", [8, 32])
+def test_there_is_a_tile_for_every_row_however_tokens_choose(
+    tile_rows: int, rng: np.random.Generator
+) -> None:
+    for num_tokens, num_experts, num_chosen in ((1, 7, 7), (40, 3, 1), (9, 12, 4)):
+        index = np.stack([rng.permutation(num_experts)[:num_chosen] for _ in range(num_tokens)])
+        weight = jnp.ones(index.shape)
+        groups = group_rows(jnp.asarray(index, jnp.int32), weight, num_experts, tile_rows)
+        place = np.asarray(groups.place)
+        assert len(set(place)) == place.size and place.max() < groups.token.shape[0]
+        owner = np.asarray(groups.tile_expert)[place // tile_rows]
+        np.testing.assert_array_equal(owner, index.reshape(-1))
+        np.testing.assert_array_equal(
+            np.asarray(groups.token)[place], np.arange(place.size) // num_chosen
+        )

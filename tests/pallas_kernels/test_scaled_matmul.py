@@ -11,6 +11,7 @@ import pytest
 
 from deepinfer_jax.safetensors_file import SafetensorsFile
 from pallas_kernels import ops
+from pallas_kernels.cases import Case
 from pallas_kernels.scaled_array import (
     FP4_ROW32,
     FP8_32,
@@ -21,6 +22,7 @@ from pallas_kernels.scaled_array import (
     encode,
     quantise_dequantise,
 )
+from tests.pallas_kernels.interpreted import TIME_LIMIT, check_case, quick
 
 scaled_matmul = jax.jit(ops.scaled_matmul, static_argnames="activation_format")
 
@@ -55,3 +57,17 @@ def test_products_accumulate_in_float32(
     expected = values @ np.asarray(jax.jit(decode)(weight), np.float64).T
     assert got.shape == (2, 3, 32)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@TIME_LIMIT
+@quick("scaled_matmul")
+def test_the_kernel_gives_what_the_reference_gives(case: Case) -> None:
+    check_case(case)
+
+
+def test_the_kernel_refuses_what_it_does_not_cover() -> None:
+    weight = encode(jnp.zeros((64, 64)), FP8_BLOCK32)
+    with pytest.raises(NotImplementedError, match="x is float32 and is not quantised"):
+        ops.scaled_matmul(jnp.zeros((2, 64)), weight, implementation="interpret")
+    with pytest.raises(NotImplementedError, match="weight is not quantised"):
+        ops.scaled_matmul(jnp.zeros((2, 64)), jnp.zeros((64, 64)), implementation="interpret")

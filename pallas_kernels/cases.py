@@ -1,0 +1,152 @@
+"""Named shapes of every operation that has a kernel, for tests, reports and benchmarks alike.
+
+Tags: `quick` cases are tiny and odd (padding, one row, nothing at all) and run in the interpreter;
+`model` cases have the sizes of DeepSeek-V4.1-Flash and are compiled for GPUs, and run on one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.scaled_array import FP4_ROW32, FP8_32, FP8_BLOCK32, Format, encode
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of the operation."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named call of one operation.
+
+    Attributes:
+        op: name of the function in `ops`.
+        name: unique for the operation.
+        tag: `quick` or `model`.
+        sizes: what the builder of the operation takes.
+    """
+
+    op: str
+    name: str
+    tag: str
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self, key: jax.Array) -> Arguments:
+        """Random arrays of this case."""
+        return _BUILDERS[self.op](key, **self.sizes)
+
+    def abstract(self) -> Arguments:
+        """Shapes and types of the arrays, nothing allocated."""
+        sizes: dict[str, Any] = {}
+
+        def arrays(key: jax.Array) -> tuple[Any, ...]:
+            args, static = self.arguments(key)
+            sizes.update(static)
+            return args
+
+        return jax.eval_shape(arrays, jax.random.key(0)), sizes
+
+    def first_tokens(self, args: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
+        """The same call for the first tokens alone, which no later one takes part in."""
+        places = _TOKEN_ARGUMENTS[self.op]
+        first = [jax.tree.map(lambda a: a[:num_tokens], arg) for arg in args]
+        return tuple(first[i] if i in places else arg for i, arg in enumerate(args))
+
+
+def find(op: str | None = None, tag: str | None = None) -> list[Case]:
+    """The cases of an operation and a tag; None stands for all.
+
+    Raises:
+        ValueError: there is no such case.
+    """
+    found = [c for c in CASES if op in (None, c.op) and tag in (None, c.tag)]
+    if not found:
+        known = ", ".join(sorted({case.op for case in CASES}))
+        raise ValueError(f"no case of op {op!r} and tag {tag!r}; known operations: {known}")
+    return found
+
+
+def _scaled_matmul(key: jax.Array, num_rows: int, n: int, k: int, form: Format | None) -> Arguments:
+    keys = jax.random.split(key)
+    weight = encode(jax.random.normal(keys[0], (n, k)) * k**-0.5, FP8_BLOCK32)
+    x = jax.random.normal(keys[1], (num_rows, k)).astype(jnp.bfloat16)
+    return (x, weight), {"activation_format": form}
+
+
+def _grouped_matmul(
+    key: jax.Array,
+    num_tokens: int,
+    num_experts: int,
+    num_chosen: int,
+    width: int,
+    ffn: int,
+    form: Format | None,
+    one_expert: bool = False,
+    num_padding: int = 0,
+) -> Arguments:
+    """`one_expert`: all tokens choose the same ones. The last `num_padding` tokens choose none."""
+    keys = jax.random.split(key, 6)
+    w1, w3 = (
+        encode(jax.random.normal(keys[i], (num_experts, ffn, width)) * width**-0.5, FP4_ROW32)
+        for i in range(2)
+    )
+    w2 = encode(jax.random.normal(keys[2], (num_experts, width, ffn)) * ffn**-0.5, FP4_ROW32)
+    affinity = jax.random.normal(keys[3], (1 if one_expert else num_tokens, num_experts))
+    _, expert = jax.lax.top_k(affinity, num_chosen)
+    expert = jnp.broadcast_to(expert, (num_tokens, num_chosen)).astype(jnp.int32)
+    weight = jax.random.uniform(keys[4], expert.shape, minval=0.1)
+    is_real = jnp.arange(num_tokens)[:, None] < num_tokens - num_padding
+    x = jax.random.normal(keys[5], (num_tokens, width)).astype(jnp.bfloat16)
+    args = (x, expert, jnp.where(is_real, weight, 0.0), w1, w3, w2)
+    return args, {"limit": 1.5, "activation_format": form}
+
+
+_BUILDERS: dict[str, Callable[..., Arguments]] = {
+    "scaled_matmul": _scaled_matmul,
+    "grouped_matmul": _grouped_matmul,
+}
+
+
+_TOKEN_ARGUMENTS = {
+    "scaled_matmul": (0,),
+    "grouped_matmul": (0, 1, 2),
+}
+"""Which positional arguments have a row for each token."""
+
+
+def _dense(
+    name: str, tag: str, num_rows: int, n: int, k: int, form: Format | None = FP8_32
+) -> Case:
+    sizes = {"num_rows": num_rows, "n": n, "k": k, "form": form}
+    return Case("scaled_matmul", name, tag, sizes)
+
+
+def _experts(
+    name: str, tag: str, num_tokens: int, sizes: tuple[int, int, int, int], **more: Any
+) -> Case:
+    names = ("num_experts", "num_chosen", "width", "ffn")
+    given = {"num_tokens": num_tokens, "form": FP8_32, **dict(zip(names, sizes, strict=True))}
+    return Case("grouped_matmul", name, tag, given | more)
+
+
+_TINY, _REAL = (5, 2, 128, 64), (384, 6, 5120, 2304)
+
+CASES: tuple[Case, ...] = (
+    _dense("one_row", "quick", 1, 64, 64),
+    _dense("odd_rows", "quick", 13, 128, 192),
+    _dense("no_rows", "quick", 0, 64, 64),
+    _dense("unquantised", "quick", 9, 64, 128, None),
+    _dense("decode_wq_b", "model", 64, 32768, 1280),
+    _dense("decode_wkv", "model", 64, 512, 5120),
+    _dense("decode_wo_b", "model", 64, 5120, 8192),
+    _dense("prefill_wq_a", "model", 4096, 1280, 5120),
+    _experts("few_rows", "quick", 6, _TINY, num_padding=1),
+    _experts("one_expert", "quick", 11, _TINY, one_expert=True),
+    _experts("one_token", "quick", 1, _TINY, form=None),
+    _experts("no_tokens", "quick", 0, _TINY),
+    _experts("only_padding", "quick", 2, _TINY, num_padding=2),
+    _experts("decode", "model", 64, _REAL),
+    _experts("prefill", "model", 4096, _REAL),
+)

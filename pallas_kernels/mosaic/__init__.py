@@ -1,0 +1,1 @@
+"""The operations as Pallas kernels for NVIDIA GPUs (Mosaic GPU backend)."""

@@ -1,0 +1,68 @@
+"""The least that a case costs on a target, on paper: bytes that must move, operations, time.
+
+Bytes count every operand and result once, packed as it lies in memory; operations count multiply
+and add as two and run at the bfloat16 rate, since that is what the kernels widen to.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_kernels.cases import Case
+from pallas_kernels.targets import Target
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes moved and operations done by one call."""
+
+    num_bytes: int
+    num_flops: int
+
+    def bound_us(self, target: Target) -> float:
+        """Microseconds below which the target cannot finish."""
+        memory = self.num_bytes / target.bytes_per_s
+        arithmetic = self.num_flops / target.bf16_flops_per_s
+        return 1e6 * max(memory, arithmetic)
+
+
+def cost(case: Case) -> Cost:
+    """The cost of a case."""
+    return _COSTS[case.op](**case.sizes)
+
+
+def _packed_bytes(num_values: int, bits: int, scale_values: int) -> int:
+    return num_values * bits // 8 + num_values // scale_values
+
+
+def _scaled_matmul(num_rows: int, n: int, k: int, form: Any) -> Cost:
+    del form
+    weights = _packed_bytes(n * k, 8, 32 * 32)
+    return Cost(weights + num_rows * (2 * k + 4 * n), 2 * num_rows * n * k)
+
+
+def _grouped_matmul(
+    num_tokens: int,
+    num_experts: int,
+    num_chosen: int,
+    width: int,
+    ffn: int,
+    form: Any,
+    one_expert: bool = False,
+    num_padding: int = 0,
+) -> Cost:
+    """Counts the experts that tokens which choose at random are expected to use."""
+    del form
+    tokens = num_tokens - num_padding
+    unused = (1 - num_chosen / num_experts) ** tokens
+    used = min(tokens, 1) * num_chosen if one_expert else num_experts * (1 - unused)
+    weights = 3 * width * ffn
+    rows = tokens * num_chosen
+    num_bytes = round(used * _packed_bytes(weights, 4, 32)) + tokens * width * (2 + 4)
+    return Cost(num_bytes, 2 * rows * weights)
+
+
+_COSTS: dict[str, Callable[..., Cost]] = {
+    "scaled_matmul": _scaled_matmul,
+    "grouped_matmul": _grouped_matmul,
+}

@@ -1,0 +1,85 @@
+"""Which implementation of an operation runs, and one line that says so.
+
+`auto` takes the kernel of the GPU that is compiled for and falls back to the reference where
+there is none or where the kernel does not cover the call (`NotImplementedError`). Asking for an
+implementation by name means this one or an exception.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.targets import H200, Architecture, current_target
+
+Implementation = Literal["auto", "mosaic", "interpret", "reference"]
+"""`mosaic` is the kernel on a GPU; `interpret` the same kernel, simulated on a CPU with race
+detection, for tests; `reference` plain `jax.numpy`."""
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+
+_logger = logging.getLogger(__name__)
+_announced: set[tuple[str, str]] = set()
+
+
+def run(
+    op: str,
+    implementation: Implementation,
+    kernels: Mapping[Architecture, Callable[..., Any]],
+    reference: Callable[..., Any],
+    *args: Any,
+    **sizes: Any,
+) -> Any:
+    """The result of `op` for `args` and `sizes`.
+
+    Args:
+        op: name of the operation, for messages.
+        implementation: which one.
+        kernels: kernel of each architecture; called with `target` and `interpret` besides.
+        reference: what the operation means.
+
+    Raises:
+        ValueError: `implementation` is none of the four.
+        RuntimeError: `mosaic` was asked for and no GPU with a kernel is compiled for.
+        NotImplementedError: a kernel was asked for by name and does not cover the call.
+    """
+    if implementation == "reference":
+        return reference(*args, **sizes)
+    if implementation == "interpret":
+        return kernels["sm90"](*args, target=H200, interpret=INTERPRET, **sizes)
+    if implementation not in ("auto", "mosaic"):
+        raise ValueError(
+            f"implementation is {implementation!r}; expected auto, mosaic, interpret or reference"
+        )
+    target = current_target()
+    kernel = None if target is None else kernels.get(target.architecture)
+    if kernel is None:
+        reason = (
+            "no GPU that has kernels is compiled for"
+            if target is None
+            else f"there is no kernel for {target.architecture} ({target.device_kind})"
+        )
+        if implementation == "mosaic":
+            raise RuntimeError(
+                f"{op}: implementation 'mosaic' was asked for and {reason}; use 'auto' or "
+                "'reference', or 'interpret' to simulate the kernel"
+            )
+        _announce(op, f"the reference runs, since {reason}")
+        return reference(*args, **sizes)
+    try:
+        result = kernel(*args, target=target, interpret=None, **sizes)
+    except NotImplementedError as reason:
+        if implementation == "mosaic":
+            raise
+        _announce(op, f"the reference runs, since the kernel does not cover this call: {reason}")
+        return reference(*args, **sizes)
+    assert target is not None
+    _announce(op, f"the {target.architecture} kernel runs")
+    return result
+
+
+def _announce(op: str, what: str) -> None:
+    if (op, what) not in _announced:
+        _announced.add((op, what))
+        _logger.info("%s: %s", op, what)

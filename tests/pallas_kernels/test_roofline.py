@@ -1,0 +1,31 @@
+"""Goal: bytes and operations of a case are those that can be counted by hand.
+Method: one case of each operation, worked out here.
+"""
+
+from pallas_kernels import roofline
+from pallas_kernels.cases import Case, find
+from pallas_kernels.targets import H200
+
+
+def test_a_dense_product() -> None:
+    case = Case("scaled_matmul", "x", "quick", {"num_rows": 3, "n": 64, "k": 32, "form": None})
+    cost = roofline.cost(case)
+    assert cost == roofline.Cost(64 * 32 + 2 + 3 * (32 * 2 + 64 * 4), 2 * 3 * 64 * 32)
+
+
+def test_experts_are_read_once_however_many_tokens_choose_them() -> None:
+    sizes = {"num_experts": 4, "num_chosen": 2, "width": 64, "ffn": 32, "form": None}
+    case = Case("grouped_matmul", "x", "quick", {"num_tokens": 9, "one_expert": True, **sizes})
+    weights = 3 * 64 * 32
+    expected = 2 * (weights // 2 + weights // 32) + 9 * 64 * 6
+    assert roofline.cost(case) == roofline.Cost(expected, 2 * 9 * 2 * weights)
+    all_used = Case("grouped_matmul", "x", "quick", {"num_tokens": 900, **sizes})
+    assert roofline.cost(all_used).num_bytes == 4 * (weights // 2 + weights // 32) + 900 * 64 * 6
+
+
+def test_the_bound_is_the_slower_of_memory_and_arithmetic() -> None:
+    memory = roofline.Cost(4_800_000, 1)
+    assert abs(memory.bound_us(H200) - 1.0) < 1e-9
+    arithmetic = roofline.Cost(1, 989_000_000)
+    assert abs(arithmetic.bound_us(H200) - 1.0) < 1e-9
+    assert all(roofline.cost(case).bound_us(H200) > 0 for case in find(tag="model"))
