@@ -1,10 +1,13 @@
-"""How long one routing decision takes: a prompt to one of many workers, whose copies are known.
+"""Balancers against other policies on request traces, and how long one routing decision takes.
 
-Each of the workers holds its own blocks and those of some prefixes that many share, as a chat's
-first messages are shared. A decision takes a prompt whose keys are known already, looks up who
-holds how much of it, chooses a prefill and a decode worker and counts the prompt there.
+Every policy gets the same requests of a trace, at the same share of the balanced bound, on the same
+simulated fleet. Figures are those of `python -m serving simulate`.
 
-    python scripts/bench_balancers.py [--workers N] [--blocks N] [--json FILE]
+A decision takes a prompt whose keys are known already, looks up who holds how much of it, chooses a
+prefill and a decode worker and counts the prompt there. Each of the workers holds blocks of its own
+and those of some prefixes that many share, as a chat's first messages are shared.
+
+    python scripts/bench_balancers.py [--trace FILE ...] [--load L] [--requests N] [--json FILE]
 """
 
 import argparse
@@ -14,39 +17,102 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from serving.core.balance_decode import DecodeBalancer
 from serving.core.balance_prefill import PrefillBalancer, Prompt
 from serving.core.balance_vision import VisionBalancer
 from serving.core.cost import PrefillCost
 from serving.core.prefix_holders import PrefixHolders
+from serving.sim.fleet import Fleet
+from serving.sim.options import FleetOptions
+from serving.sim.policies import POLICIES
+from serving.sim.report import make_report
+from serving.sim.traces import Trace
+from serving.simulate import fleet_options, load_trace, rate_of_load, scaled_workload
 
 BLOCK_TOKENS = 128
 SHARED_BLOCKS = 64
 """Blocks at the beginning of each prompt that half of the workers hold."""
 PROMPT_BLOCKS = 256
 NUM_DECISIONS = 2000
+SEED = 1
 
 
 def main() -> None:
-    """Measures, prints a table and writes the figures."""
+    """Measures, prints a table and writes the figures as they come."""
+    args = arguments()
+    figures: dict[str, Any] = {"workers": args.workers, "load": args.load, "runs": {}}
+    if not args.skip_decisions:
+        num_workers = fleet_options(args.config, workers=args.workers).counts.prefill
+        times = decision_times(num_workers, args.blocks)
+        figures["decision_us"] = statistics.median(times)
+        figures["vision_decision_us"] = statistics.median(vision_times(num_workers))
+        print(f"one decision {figures['decision_us']:.1f} us (median)")
+    for path in args.trace:
+        options = fleet_options(args.config, tuple(args.set), args.workers)
+        trace = load_trace(path)
+        print(f"\n{path.name} at {args.load:g} of the balanced bound\n{HEADER}", flush=True)
+        for policy in args.policy or POLICIES:
+            report = run(options, trace, policy, args.load, args.requests)
+            print(row(policy, report), flush=True)
+            figures["runs"].setdefault(path.name, {})[policy] = report
+            if args.json:
+                args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, default=64, help="workers of each kind")
-    parser.add_argument("--blocks", type=int, default=100_000, help="blocks of each worker")
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="may be repeated")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="default: all")
+    parser.add_argument("--config", type=Path, help="fleet file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--workers", default="64p64d", help="GPUs of each role")
+    parser.add_argument("--load", type=float, default=0.95, help="share of the balanced bound")
+    parser.add_argument("--requests", type=int, default=50_000, help="about, for each run")
+    parser.add_argument("--blocks", type=int, default=100_000, help="of each worker, for decisions")
+    parser.add_argument("--skip-decisions", action="store_true", help="run the traces only")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    args = parser.parse_args()
-    times = decision_times(args.workers, args.blocks)
-    figures = {
-        "decision_us": statistics.median(times),
-        "decision_us_p99": statistics.quantiles(times, n=100)[98],
-        "vision_decision_us": statistics.median(vision_times(args.workers)),
-    }
-    for name, value in figures.items():
-        print(f"{name:>20} {value:9.1f}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return parser.parse_args()
+
+
+def run(
+    options: FleetOptions, trace: Trace, policy: str, load: float, num_requests: int
+) -> dict[str, Any]:
+    """Figures of about `num_requests` requests of a trace under a policy."""
+    started = time.perf_counter()
+    rate_rps = rate_of_load(options, trace, load)
+    # Within what the trace lasts at any rate, because copies run at its own speed but for rounding.
+    duration_s = min(num_requests / rate_rps, trace.duration_s / 2)
+    workload = scaled_workload(options, trace, SEED, rate_rps, duration_s=duration_s)
+    report = make_report(options, workload, Fleet(options, workload, policy, SEED).run())
+    del report["over_time"]
+    return report | {"wall_s": time.perf_counter() - started}
+
+
+COLUMNS = ("goodput/s", "/balanced", "kept", "TTFT p50", "p99", "ITL p99", "prefill", "decode")
+HEADER = f"{'policy':>15} " + " ".join(f"{name:>9}" for name in COLUMNS)
+
+
+def row(policy: str, report: dict[str, Any]) -> str:
+    """One line of the table; times in ms, the last two are imbalances."""
+    ttft, itl = report["ttft_ms"]["all"], report["itl_ms"]["all"]
+    values = (
+        f"{report['goodput_rps']:.1f}",
+        f"{report['throughput_over_balanced']:.3f}",
+        f"{report['kept']:.3f}",
+        f"{ttft['p50']:.0f}",
+        f"{ttft['p99']:.0f}",
+        f"{itl['p99']:.1f}",
+        f"{report['prefill_imbalance']:.2f}",
+        f"{report['decode_imbalance']:.2f}",
+    )
+    return f"{policy:>15} " + " ".join(f"{value:>9}" for value in values)
 
 
 def decision_times(num_workers: int, num_blocks: int) -> list[float]:

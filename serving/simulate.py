@@ -131,12 +131,20 @@ def scaled_workload(
     if load is not None:
         if rate_rps is not None:
             raise ValueError(f"rate {rate_rps} and load {load}: expected at most one of them")
-        if not load > 0:
-            raise ValueError(f"load: received {load}; expected a number above 0")
-        # The trace itself, once, tells what the mean request is.
-        whole = make_workload(trace, np.random.default_rng(seed))
-        rate_rps = load * planned_bound(options, whole).rps
+        rate_rps = rate_of_load(options, trace, load)
     return make_workload(trace, np.random.default_rng(seed), rate_rps, duration_s)
+
+
+def rate_of_load(options: FleetOptions, trace: Trace, load: float) -> float:
+    """Requests a second that are a share `load` of what the fleet could serve at best.
+
+    Raises:
+        ValueError: the load is not above 0.
+    """
+    if not load > 0:
+        raise ValueError(f"load: received {load}; expected a number above 0")
+    # The trace itself, once, tells what the mean request is.
+    return load * planned_bound(options, make_workload(trace, np.random.default_rng())).rps
 
 
 def summary(report: dict[str, Any]) -> str:

@@ -111,6 +111,13 @@ class DecodeUnit:
         self._arriving = staying
         return lost
 
+    def jobs(self) -> list[Job]:
+        """Everything that is here or on its way."""
+        found = [entry[2] for entry in self._arriving]
+        for running, stranded in zip(self._running, self._stranded, strict=True):
+            found += [*running.values(), *stranded]
+        return found
+
     def _join(self, job: Job) -> None:
         at = _worker_of(job) - self.first
         if self.is_dead[at]:

@@ -145,17 +145,33 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class FailureOptions:
-    """Workers that die: seconds between two deaths of one worker on average, 0 for never."""
+    """What breaks: seconds between two faults of one thing on average, 0 for never.
+
+    Attributes:
+        prefill_mean_s, decode_mean_s: of each worker.
+        repair_s: until a worker is back, empty.
+        detect_ms: until it is noticed that a worker is gone.
+        network_mean_s, network_s: of the network between the pools, and how long it is cut.
+        store_mean_s, store_s: of the store of prefixes, and how long it does not answer.
+    """
 
     prefill_mean_s: float = 0.0
     decode_mean_s: float = 0.0
     repair_s: float = 60.0
     detect_ms: float = 1_000.0
+    network_mean_s: float = 0.0
+    network_s: float = 5.0
+    store_mean_s: float = 0.0
+    store_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("prefill_mean_s", "decode_mean_s", "detect_ms"):
+        means = ("prefill_mean_s", "decode_mean_s", "network_mean_s", "store_mean_s")
+        for name in (*means, "detect_ms"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        _check(self.repair_s > 0, "repair_s", self.repair_s, _POSITIVE)
+        for name in ("network_s", "store_s"):
+            _check(getattr(self, name) > 0, name, getattr(self, name), _POSITIVE)
+        is_later = self.repair_s * 1e3 > self.detect_ms
+        _check(is_later, "repair_s", self.repair_s, f"more than detect_ms, {self.detect_ms}")
 
 
 @dataclass(frozen=True, slots=True)
