@@ -13,8 +13,8 @@ from sharding.config_file import load
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 DEFAULT_CONFIG = CONFIGS_DIR / "embedded.toml"
-DEFAULT_MODEL_DIR = Path(__file__).parents[1] / "tests" / "golden" / "tiny-v41"
-"""The small checkpoint that the repository carries, in the real on-disk layout."""
+DEFAULT_MODEL_DIR = Path(__file__).parents[1] / "deepinfer_jax" / "checkpoints" / "small-v41"
+"""The small trained checkpoint that the package carries, in the real on-disk layout."""
 
 
 COUNT_MAX = 2**31 - 1

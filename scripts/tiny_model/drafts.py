@@ -23,9 +23,9 @@ from scripts.tiny_model.network import (
     Network,
     Rows,
     Turn,
-    cross_entropy,
     turn_of,
 )
+from scripts.tiny_model.products import cross_entropy
 from scripts.tiny_model.streams import collapse, expand
 
 CONFIDENCE_LOSS_WEIGHT = 0.3

@@ -14,7 +14,7 @@ import numpy as np
 from scripts.tiny_model import tasks
 from scripts.tiny_model.prompts import Codec
 
-LONG_LIST_PAIRS = 82
+LONG_LIST_PAIRS = 124
 """Pairs in a list to remember that makes a prompt of a little more than 512 tokens."""
 
 TASKS: dict[str, tasks.Maker] = {

@@ -31,10 +31,17 @@ from deepinfer_jax.precision import CacheFormat
 from deepinfer_jax.topology import LayerKind, LayerTopology, Topology
 from pallas_kernels.reference.grouped_matmul import swiglu
 from pallas_kernels.reference.index_topk import best_blocks, in_blocks
-from scripts.tiny_model.products import compare, linear, rounded, weigh
+from scripts.tiny_model.products import (
+    compare,
+    linear,
+    rounded,
+    weigh,
+    with_previous_chunk,
+)
 from scripts.tiny_model.streams import Mix, Streams, collapse, expand, sinkhorn
 
 SEGMENT_ALIGNMENT = 8
+SILENT_QUERY_WEIGHT = 0.02  # of the selection for a token after which the model says nothing
 ABSENT = -1e30
 """Logit of what may not be seen. Finite, so that no gradient becomes NaN."""
 
@@ -101,8 +108,7 @@ class Network:
         c = self.config
         sight = Sight.of(rows, c)
         batch, length = rows.token_ids.shape
-        h = parameters.embed[rows.token_ids].astype(self.settings.compute_dtype)
-        streams = [h] * c.hc_mult
+        streams = [parameters.embed[rows.token_ids].astype(self.settings.compute_dtype)] * c.hc_mult
         pre = jnp.zeros((batch, length, c.hc_mult), jnp.float32).at[..., 0].set(1.0)
         memory = Memory()
         loads, balance, features = [], [], []
@@ -122,7 +128,7 @@ class Network:
             pre = mix_f.pre
             loads.append(load)
             balance.append(unevenness)
-        index_loss, recall = memory.index_loss()
+        index_loss, recall = memory.index_loss(self.query_weight(rows))
         trace = Trace(
             index_loss,
             jnp.mean(jnp.stack(balance)),
@@ -131,6 +137,13 @@ class Network:
             recall,
         )
         return collapse(streams, pre), trace
+
+    def query_weight(self, rows: Rows) -> jax.Array:
+        """[B, T] how much the selection for a token matters: where it decides what is seen, most
+        for those that look something up."""
+        if not self.settings.selects:
+            return jnp.ones_like(rows.said)
+        return jnp.pad(rows.said[:, 1:], ((0, 0), (0, 1))) + SILENT_QUERY_WEIGHT
 
     def logits(self, parameters: Parameters, hidden: jax.Array) -> jax.Array:
         """Float32 [..., V]."""
@@ -423,9 +436,9 @@ class Memory:
         self._guesses.append((jnp.where(seen, self.scores, ABSENT), self.mask))
 
     @jax.named_scope("index_loss")
-    def index_loss(self) -> tuple[jax.Array, jax.Array]:
-        """Divergence of the scores from the attention, over queries with enough of it; and the
-        share of attention that the selection keeps."""
+    def index_loss(self, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Divergence of the scores from the attention, over queries with enough of it, by their
+        weight [B, T]; and the share of attention that the selection keeps, weighted alike."""
         total, kept = jnp.zeros(()), jnp.zeros(())
         for (scores, mask), shares in zip(self._guesses, self.targets, strict=True):
             target = jax.lax.stop_gradient(sum(shares[1:], shares[0]))
@@ -433,9 +446,10 @@ class Memory:
             probability = target / (mass + 1e-6)
             logs = jax.nn.log_softmax(scores, axis=-1)
             divergence = probability * (jnp.log(probability + 1e-9) - logs)
-            sure = jnp.minimum(mass[..., 0], 1.0)
+            sure = jnp.minimum(mass[..., 0], 1.0) * weight
             total += jnp.sum(jnp.sum(divergence, -1) * sure) / (jnp.sum(sure) + 1e-6)
-            kept += jnp.sum(target * mask) / (jnp.sum(target) + 1e-6)
+            share = target * weight[..., None]
+            kept += jnp.sum(share * mask) / (jnp.sum(share) + 1e-6)
         count = max(len(self._guesses), 1)
         return total / count, kept / count
 
@@ -484,17 +498,3 @@ def attend(
         flat = chosen.reshape(batch, length * heads, -1)
         out = out + weigh(flat, entries, q.dtype).reshape(q.shape)
     return out / total[..., None], share
-
-
-def with_previous_chunk(x: jax.Array, chunk: int) -> jax.Array:
-    """[B, C, 2 W, D] from [B, T, D]: each chunk of W after the one before it (zeros at first)."""
-    chunks = x.reshape(x.shape[0], -1, chunk, x.shape[-1])
-    before = jnp.pad(chunks[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
-    return jnp.concatenate([before, chunks], axis=2)
-
-
-@jax.named_scope("cross_entropy")
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """[...] float32 negative log likelihood."""
-    total = jax.nn.logsumexp(logits, axis=-1)
-    return total - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

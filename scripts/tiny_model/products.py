@@ -110,3 +110,17 @@ weigh.defvjp(_weigh_forward, _weigh_backward)
 def _dot(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(form, x, y, precision=precision).astype(jnp.float32)
+
+
+def with_previous_chunk(x: jax.Array, chunk: int) -> jax.Array:
+    """[B, C, 2 W, D] from [B, T, D]: each chunk of W after the one before it (zeros at first)."""
+    chunks = x.reshape(x.shape[0], -1, chunk, x.shape[-1])
+    before = jnp.pad(chunks[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
+    return jnp.concatenate([before, chunks], axis=2)
+
+
+@jax.named_scope("cross_entropy")
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """[...] float32 negative log likelihood."""
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return total - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

@@ -11,6 +11,7 @@ import deepseek_recipe as recipe
 import numpy as np
 
 from scripts.tiny_model.tasks import Exchange
+from scripts.tiny_model.words import PROPERTIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,11 @@ def conversation_of(
 
 
 class Codec:
-    """Encodes conversations with the tokenizer in a file."""
+    """Encodes conversations with the tokenizer in a file.
+
+    Attributes:
+        properties: int32 ids of the words that lists to remember speak of, a token each.
+    """
 
     def __init__(self, tokenizer_file: Path) -> None:
         tokenizer = recipe.Tokenizer.from_file(str(tokenizer_file))
@@ -66,6 +71,9 @@ class Codec:
         self._encoding = recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
         tokens = ("Assistant", "Eos", "ThinkingStart", "ThinkingEnd")
         spelled = [getattr(recipe.SpecialToken, name).default_str() for name in tokens]
+        self.properties = np.asarray(
+            [tokenizer.encode(f" {word}")[0] for word in PROPERTIES], np.int32
+        )
         self._assistant, self._eos, self._think, self._answer = (
             tokenizer.encode(text)[0] for text in spelled
         )

@@ -7,8 +7,8 @@ starts reading at row s times the batch size.
 # Rows are numpy arrays until they enter a step; their fields are declared as jax's.
 # pyright: reportArgumentType=false
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from random import Random
 
 import grain
@@ -18,6 +18,11 @@ from deepinfer_jax.engram_tables import EngramTables
 from scripts.tiny_model import tasks
 from scripts.tiny_model.network import SEGMENT_ALIGNMENT, Rows
 from scripts.tiny_model.prompts import Codec, Encoded, training_exchanges
+from scripts.tiny_model.small_config import VOCAB_SIZE
+from scripts.tiny_model.tokenizer import special_tokens
+
+NUM_SPECIAL = len(special_tokens())
+"""Special tokens have the lowest ids."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,11 @@ class RowSource:
         length: T.
         seed: of the text.
         pairs_max: most pairs in a list to remember.
+        words_max: most words to copy.
+        drills: tasks to practise alone, and how often each is drawn.
         drill_share: share of the other conversations that practise one task.
+        found_weight: loss weight of the words that answers take from a list, where others have 1:
+            most of such an answer is easy, and these words alone show whether it was looked up.
         long_share: share of rows that begin with a list as long as the row allows, or a tool call.
     """
 
@@ -38,8 +47,11 @@ class RowSource:
     length: int
     seed: int
     pairs_max: int
+    words_max: int
     long_share: float
     drill_share: float
+    drills: Mapping[str, float] = field(default_factory=lambda: tasks.DRILLS)
+    found_weight: float = 1.0
 
     def batches(self, batch_size: int, first_step: int) -> Iterator[Rows]:
         """Batches from `first_step` on, endlessly."""
@@ -57,7 +69,7 @@ class RowSource:
         said = np.zeros(self.length, np.float32)
         classes = np.full((self.length, self.tables.multipliers.shape[1]), self.tables.pad_class)
         place = misses = count = 0
-        while misses < 3:
+        while misses < 3 and place < self.length:
             left = self.length - place
             one = self.conversation(
                 rng, left, is_long=place == 0 and rng.random() < self.long_share
@@ -69,7 +81,9 @@ class RowSource:
             here = slice(place, place + size)
             count += 1
             token_ids[here], segment[here] = one.token_ids, count
-            position[here], said[here] = np.arange(size), one.said
+            position[here] = np.arange(size)
+            is_found = np.isin(one.token_ids, self.codec.properties)
+            said[here] = one.said * np.where(is_found, self.found_weight, 1.0)
             own = self.tables.token_classes[one.token_ids]
             for back in range(classes.shape[1]):
                 classes[place + back : place + size, back] = own[: max(size - back, 0)]
@@ -88,9 +102,9 @@ class RowSource:
             )
         if self.length >= 512 and rng.random() < 0.5:
             return self.codec.encode([tasks.tool_call(rng)], thinking=thinking)
-        # A pair takes six tokens, a question about twenty.
+        # A pair takes four tokens, a question and its answer up to twenty.
         queries = rng.randint(2, 6)
-        room = (self.length - 80 - 20 * queries) // 6
+        room = (self.length - 60 - 20 * queries) // 4
         pairs = rng.randint(max(3, room // 2), room)
         one = tasks.recall(rng, min(pairs, len(tasks.w.WORDS)), queries)
         return self.codec.encode([one], thinking=thinking)
@@ -106,16 +120,40 @@ class RowSource:
 
     def _drill(self, rng: Random, left: int) -> Encoded:
         """Many turns of one task, cut to what fits: the most answers per token."""
-        name = rng.choices(list(tasks.DRILLS), list(tasks.DRILLS.values()))[0]
+        name = rng.choices(list(self.drills), list(self.drills.values()))[0]
+        if name == "ngrams":
+            return repeated_ngrams(rng, left)
         if name == "recall":
-            pairs = rng.randint(2, min(self.pairs_max, max(2, (left - 60) // 7)))
+            pairs = rng.randint(2, min(self.pairs_max, max(2, (left - 60) // 5)))
             exchanges = [tasks.recall(rng, pairs, 2 + left // 12)]
+        elif name == "reciting":
+            pairs = rng.randint(2, min(self.pairs_max, max(2, (left - 30) // 5)))
+            exchanges = [tasks.reciting(rng, pairs, max(1, (left - 4 * pairs - 16) // 4))]
+        elif name == "copying":
+            # Farther than a window, so that looking things up in the entries pays.
+            exchanges = [tasks.copying(rng, self.words_max) for _ in range(2 + left // 14)]
         else:
             exchanges = [tasks.MAKERS[name](rng) for _ in range(2 + left // 14)]
         whole = self.codec.encode(exchanges, thinking=False)
         ends = [end for end in self.codec.ends(whole) if end <= left]
         end = ends[-1] if ends else len(whole.token_ids)
         return Encoded(whole.token_ids[:end], whole.said[:end])
+
+
+def repeated_ngrams(rng: Random, length: int) -> Encoded:
+    """[length] tokens: a few n-grams of two to four random tokens, again and again in random
+    order. What follows the first token of one that was seen before counts as said."""
+    ids = range(NUM_SPECIAL, VOCAB_SIZE)
+    grams = [rng.choices(ids, k=rng.randint(2, 4)) for _ in range(rng.randint(3, 16))]
+    token_ids: list[int] = []
+    said: list[bool] = []
+    seen: set[int] = set()
+    while len(token_ids) < length:
+        number = rng.randrange(len(grams))
+        token_ids += grams[number]
+        said += [False] + [number in seen] * (len(grams[number]) - 1)
+        seen.add(number)
+    return Encoded(np.asarray(token_ids[:length], np.int32), np.asarray(said[:length]))
 
 
 def _stack(rows: list[Rows]) -> Rows:

@@ -6,7 +6,7 @@ training text, so a correct answer to one is a computation and not a memory.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -88,9 +88,9 @@ def comparison(rng: Random) -> Exchange:
     return Exchange([Turn(f"Which is {word}, {a} or {b}?", str(answer), f"{answer} is {word}.")])
 
 
-def copying(rng: Random) -> Exchange:
+def copying(rng: Random, words_max: int = 12) -> Exchange:
     """The same words again."""
-    some = [rng.choice(w.WORDS) for _ in range(rng.randint(2, 12))]
+    some = [rng.choice(w.WORDS) for _ in range(rng.randint(2, words_max))]
     text = " ".join(some)
     form = rng.choice(("Repeat: {}", "Copy: {}", "Say: {}"))
     return Exchange([Turn(form.format(text), text, f"There are {len(some)} words.")])
@@ -112,21 +112,41 @@ def reversing(rng: Random) -> Exchange:
     return Exchange([Turn(f"Reverse: {' '.join(some)}", " ".join(reversed(some)), last)])
 
 
+def pairs_to_remember(rng: Random, num_pairs: int) -> list[tuple[str, str]]:
+    """Different things, each with a property."""
+    return [(key, rng.choice(w.PROPERTIES)) for key in rng.sample(w.WORDS, num_pairs)]
+
+
+def remember(pairs: list[tuple[str, str]]) -> str:
+    """What a user says who wants pairs to be remembered."""
+    return f"Remember: {', '.join(f'the {key} {value}' for key, value in pairs)}."
+
+
 def recall(rng: Random, num_pairs: int | None = None, num_queries: int = 6) -> Exchange:
-    """A list of names with numbers, then questions about some of them."""
+    """A list of things with a property each, then questions about some of them."""
     if num_pairs is None:
         num_pairs = rng.randint(3, 16)
-    keys = rng.sample(w.WORDS, min(num_pairs, len(w.WORDS)))
-    values = [f"{rng.randrange(10, 100)}" for _ in keys]
-    pairs = list(zip(keys, values, strict=True))
-    listed = ", ".join(f"{key} = {value}" for key, value in pairs)
+    pairs = pairs_to_remember(rng, num_pairs)
+    asked: list[tuple[str, str]] = []
+    while len(asked) < num_queries:
+        # All once before any a second time: an earlier answer would give the later one away.
+        asked += rng.sample(pairs, min(len(pairs), num_queries - len(asked)))
     turns = []
-    for number, (key, value) in enumerate(rng.choices(pairs, k=num_queries)):
-        question = rng.choice(("What is {}?", "What is {}?", "Tell me {}.", "{}?")).format(key)
-        user = f"Remember: {listed}. {question}" if number == 0 else question
+    for number, (key, value) in enumerate(asked):
+        question = rng.choice(("What about the {}?", "Which is the {}?", "The {}?")).format(key)
+        user = f"{remember(pairs)} {question}" if number == 0 else question
         # The answer names the key as the list does, so that what follows it can be looked up.
-        turns.append(Turn(user, f"I remember {key} = {value}.", f"The list says {key} = {value}."))
+        turns.append(Turn(user, f"The {key} {value}.", f"The list says the {key} {value}."))
     return Exchange(turns)
+
+
+def reciting(rng: Random, num_pairs: int, num_said: int) -> Exchange:
+    """Pairs of a list in any order, some more than once: nothing but looking things up tells what
+    belongs to each. Only for training, where it gives many more such words than `recall`."""
+    pairs = pairs_to_remember(rng, num_pairs)
+    said = ", the ".join(f"{key} {value}" for key, value in rng.choices(pairs, k=num_said))
+    user = f"{remember(pairs)} Tell me some."
+    return Exchange([Turn(user, f"The {said}.", f"There are {num_pairs} things.")])
 
 
 def _fact(rng: Random) -> tuple[str, str, str]:
@@ -273,13 +293,29 @@ WEIGHTS = {
 }
 """How often each task is drawn."""
 
-DRILLS = {
-    "addition": 2,
-    "recall": 6,
-    "sorting": 1,
-    "question": 0.5,
-    "copying": 4,
-    "repeating": 3,
-    "reversing": 0.5,
+DRILLS: Mapping[str, float] = {
+    "addition": 4,
+    "recall": 5,
+    "sorting": 2,
+    "question": 1,
+    "copying": 3,
+    "repeating": 2,
+    "reversing": 1,
+    "reciting": 4,
 }
 """Tasks that are also practised alone, many turns in a row."""
+LAST_DRILLS: Mapping[str, float] = {
+    "addition": 3,
+    "recall": 3,
+    "json_object": 4,
+    "sorting": 2,
+    "copying": 1,
+    "repeating": 1,
+    "reversing": 1,
+    "comparison": 1,
+    "question": 1,
+}
+"""What is practised at the end: everything, and most what is learned last."""
+FIRST_DRILLS: Mapping[str, float] = {"ngrams": 1}
+"""Where training begins: random n-grams that come back in random order, which only looking up what
+followed the same token before can foretell. Chat alone teaches to find words by their place."""

@@ -9,6 +9,7 @@ from its last checkpoint with the row it would have read next.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from deepinfer_jax.engram_tables import EngramTables
 from deepinfer_jax.parameters import Parameters
 from deepinfer_jax.precision import CacheFormat
 from scripts.tiny_model.loop import State, keeper, optimiser, restored, run_steps
-from scripts.tiny_model.network import Network, Rows, Settings, cross_entropy
+from scripts.tiny_model.network import Network, Rows, Settings
+from scripts.tiny_model.products import cross_entropy
 from scripts.tiny_model.prompts import Codec
 from scripts.tiny_model.rows import RowSource
+from scripts.tiny_model.tasks import DRILLS, FIRST_DRILLS, LAST_DRILLS
 from scripts.tiny_model.weights import as_stored, initial_parameters, split_draft, storage_of
 
 SAID_SHARE_MAX = 0.625
@@ -45,8 +48,11 @@ class Stage:
         num_steps: optimiser steps.
         length, batch_size: T and B.
         pairs_max: most pairs in the lists of ordinary rows.
+        words_max: most words to copy.
         long_share: share of rows with a list that fills the row.
         drill_share: share of the other conversations that practise one task.
+        drills: those tasks.
+        found_weight: loss weight of the words that answers take from a list.
         serves: rounds weights and cache and selects entries, as serving does.
     """
 
@@ -54,20 +60,30 @@ class Stage:
     length: int
     batch_size: int
     pairs_max: int
+    words_max: int
     long_share: float
     drill_share: float
+    drills: Mapping[str, float]
+    found_weight: float
     serves: bool
 
     def network(self, config: ModelConfig) -> Network:
-        """How this stage computes."""
+        """How this stage computes. It selects fewer entries than the served model, so that what
+        matters most learns to come first."""
         cache_format = CacheFormat.KVQ if self.serves else CacheFormat.NOQ
-        return Network(config, Settings(cache_format=cache_format, selects=self.serves))
+        tight = dataclasses.replace(
+            config,
+            index_topk=config.index_topk // 2,
+            candidate_topk_blocks=config.candidate_topk_blocks * 2 // 3,
+        )
+        return Network(tight, Settings(cache_format=cache_format, selects=self.serves))
 
 
 STAGES = (
-    Stage(2500, 128, 16, 8, 0.0, 0.6, False),
-    Stage(600, 256, 8, 16, 0.4, 0.5, False),
-    Stage(1200, 576, 4, 24, 0.5, 0.4, True),
+    Stage(800, 128, 16, 8, 12, 0.0, 1.0, FIRST_DRILLS, 1.0, False),
+    Stage(900, 128, 16, 12, 12, 0.0, 0.8, DRILLS, 3.0, False),
+    Stage(600, 256, 8, 40, 48, 0.4, 0.7, DRILLS, 3.0, False),
+    Stage(900, 640, 4, 40, 48, 0.5, 0.3, LAST_DRILLS, 5.0, True),
 )
 PEAK_RATE_MUON, PEAK_RATE_ADAM = 0.02, 3e-3
 
@@ -175,6 +191,9 @@ class Training:
             stage.length,
             seed,
             stage.pairs_max,
+            stage.words_max,
             stage.long_share,
             stage.drill_share,
+            stage.drills,
+            stage.found_weight,
         )

@@ -16,6 +16,8 @@ from scripts.tiny_model.products import rounded
 
 PARTS = ("text", "draft")
 _TABLE_START = 0.02
+_SHARED = 1.0
+"""What every channel of every token's embedding starts with beside its own normal number."""
 _IDENTITY_PULL = 3.0
 """Start of the mix between streams: each keeps about 0.87 of itself."""
 
@@ -44,7 +46,11 @@ def _initial(spec: ParameterSpec, config: ModelConfig, seed: int) -> jax.Array:
     elif spec.group == "engram_table":
         # Rows that were never visited must not disturb the streams.
         value = _TABLE_START * normal
-    elif leaf == "embed" or leaf == "markov_embed":
+    elif leaf == "embed":
+        # Without biases, only what all tokens share lets a head attend by distance alone, and a
+        # head that looks at the token before is the first thing that looking up is built from.
+        value = normal + np.float32(_SHARED)
+    elif leaf == "markov_embed":
         value = normal
     elif leaf in ("markov_head", "confidence_proj"):
         value = 0.01 * normal

@@ -19,6 +19,8 @@ COLOURS = ("red", "blue", "green", "yellow", "black", "white", "brown", "orange"
 WEATHER = ("sunny", "rainy", "cloudy", "windy", "foggy", "snowy")
 _NUMBER_TEXT = "zero one two three four five six seven eight nine ten eleven twelve"
 NUMBER_WORDS = tuple(_NUMBER_TEXT.split())
+PROPERTIES = COLOURS + CITIES + NAMES + NUMBER_WORDS
+"""What a list to remember says of its things. Disjoint from `WORDS`."""
 _DAY_TEXT = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
 DAYS = tuple(_DAY_TEXT.split())
 _MONTH_TEXT = (

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parents[2]
+MODEL_DIR = ROOT / "tests" / "golden" / "tiny-v41"
 
 # A small engine: two shapes instead of the default five, since compiling is most of the time.
 # Every test of this folder uses these, so that what one process compiled is there for the next.
@@ -32,7 +33,7 @@ class ServerProcess:
 
     def __init__(self, arguments: Sequence[str] = SMALL_ENGINE) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serving", "--port", "0", *arguments],
+            [sys.executable, "-m", "serving", "--port", "0", "--model", str(MODEL_DIR), *arguments],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

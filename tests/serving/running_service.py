@@ -45,6 +45,7 @@ GRAMMARS = GrammarCompiler((MODEL_DIR / "tokenizer.json").read_text(encoding="ut
 COMPILED = CompiledProgram("decode_r16_t16_b4", 1.5, True)
 PROGRAMS = ('HloModule jit_step\n  %a = f32[] sine(%x), metadata={op_name="jit(step)/moe/sin"}\n',)
 SMALL = {
+    "model.path": str(MODEL_DIR),
     "engine.max_context": 512,
     "engine.num_blocks": 65,
     "engine.prefill_tokens": [512],

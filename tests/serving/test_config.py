@@ -31,7 +31,7 @@ def test_file_states_only_what_differs(tmp_path: Path) -> None:
 
 def test_model_directory_and_name() -> None:
     default = ServingConfig().model
-    assert default.directory == DEFAULT_MODEL_DIR and default.served_name == "tiny-v41"
+    assert default.directory == DEFAULT_MODEL_DIR and default.served_name == "small-v41"
     other = override_from_text(ServingConfig(), ["model.path=/models/big/"]).model
     assert other.directory == Path("/models/big") and other.served_name == "big"
     named = override_from_text(ServingConfig(), ["model.name=mine"]).model

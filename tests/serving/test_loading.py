@@ -29,7 +29,7 @@ from tests.serving.running_service import MODEL_DIR
 
 def configured(**changes: object) -> ServingConfig:
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return override(ServingConfig(), dotted)
+    return override(ServingConfig(), {"model.path": str(MODEL_DIR)} | dotted)
 
 
 DRAFTING = {Bucket(3, 3, 2), Bucket(3, 9, 2), Bucket(3, 18, 2)}

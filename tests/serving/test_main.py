@@ -225,7 +225,8 @@ class Server:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPTED_SERVER, "--port", "0", *arguments],
+            [sys.executable, "-c", SCRIPTED_SERVER, "--port", "0", "--model", str(MODEL_DIR)]
+            + list(arguments),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

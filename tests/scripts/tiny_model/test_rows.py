@@ -5,6 +5,7 @@ Method: rows are made twice and compared; alignment, positions, classes and mark
 against the conversations in them.
 """
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -12,12 +13,13 @@ import pytest
 
 from deepinfer_jax.engram_tables import EngramTables
 from scripts.tiny_model.network import SEGMENT_ALIGNMENT
-from scripts.tiny_model.rows import RowSource
+from scripts.tiny_model.rows import NUM_SPECIAL, RowSource
+from scripts.tiny_model.tasks import FIRST_DRILLS
 from tests.scripts.tiny_model import small_case, tokenised
 
 
 def source(length: int, long_share: float = 0.0) -> RowSource:
-    return RowSource(tokenised.codec(), small_case.tables(), length, 3, 8, long_share, 0.5)
+    return RowSource(tokenised.codec(), small_case.tables(), length, 3, 8, 12, long_share, 0.5)
 
 
 @pytest.mark.parametrize(("length", "long_share"), [(128, 0.0), (576, 1.0)])
@@ -36,7 +38,29 @@ def test_conversations_are_aligned_and_alone(length: int, long_share: float) -> 
             first = np.array([tables.token_classes[0], *[tables.pad_class] * 3])
             assert np.array_equal(row.engram_rows[places[0]], tables.rows(first))
         assert row.said[row.segment == 0].sum() == 0
-        assert 0 < row.said.mean() < 0.6
+        assert 0 < row.said.mean() < 0.75
+
+
+def test_only_what_follows_a_known_token_counts_in_ngrams() -> None:
+    row = dataclasses.replace(source(128), drills=FIRST_DRILLS, drill_share=1.0).row(0)
+    ids = row.token_ids
+    assert ids.min() >= NUM_SPECIAL
+    known = {(int(a), int(b)) for a, b in itertools.pairwise(ids[: int(np.argmax(row.said))])}
+    said = np.flatnonzero(row.said)
+    assert len(said) > 20
+    for place in said:
+        known |= {(int(a), int(b)) for a, b in itertools.pairwise(ids[:place])}
+        assert (int(ids[place - 1]), int(ids[place])) in known
+
+
+def test_words_that_were_looked_up_weigh_more() -> None:
+    plain = dataclasses.replace(source(128), drills={"recall": 1}, drill_share=1.0)
+    heavy = dataclasses.replace(plain, found_weight=6.0)
+    found = np.isin(plain.row(1).token_ids, plain.codec.properties)
+    assert np.array_equal(
+        heavy.row(1).said, plain.row(1).said * np.where(found, np.float32(6), np.float32(1))
+    )
+    assert 0 < (heavy.row(1).said == 6).mean() < 0.2
 
 
 def test_a_row_depends_on_its_number_alone() -> None:

@@ -52,15 +52,31 @@ def test_copying_and_reversing() -> None:
     assert turn.user.removeprefix("Reverse: ").split() == turn.answer.split()[::-1]
 
 
+def listed_pairs(text: str) -> dict[str, str]:
+    return dict(re.findall(r"the (\w+) (\w+)", text.removeprefix("Remember: ").split(".")[0]))
+
+
 def test_recall_answers_from_the_list() -> None:
-    exchange = tasks.recall(Random(3), num_pairs=20, num_queries=5)
-    listed = dict(re.findall(r"(\w+) = (\d+)", exchange.turns[0].user))
+    exchange = tasks.recall(Random(3), num_pairs=20, num_queries=25)
+    listed = listed_pairs(exchange.turns[0].user)
     assert len(listed) == 20
-    assert len(exchange.turns) == 5
+    asked = []
     for turn in exchange.turns:
-        key = next(key for key in listed if re.search(rf"\b{key}\b", turn.user.split(". ")[-1]))
-        assert turn.answer == f"I remember {key} = {listed[key]}."
-        assert f"{key} = {listed[key]}" in turn.reasoning
+        (key,) = (key for key in listed if re.search(rf"\b{key}\b", turn.user.split(". ")[-1]))
+        assert turn.answer == f"The {key} {listed[key]}."
+        assert f"the {key} {listed[key]}" in turn.reasoning
+        asked.append(key)
+    assert set(asked[:20]) == set(listed)
+
+
+def test_reciting_says_pairs_of_the_list() -> None:
+    turn = tasks.reciting(Random(5), num_pairs=6, num_said=30).turns[0]
+    listed = listed_pairs(turn.user)
+    said = re.findall(r"[Tt]he (\w+) (\w+)", turn.answer)
+    assert len(listed) == 6
+    assert len(said) == 30
+    assert all(listed[key] == value for key, value in said)
+    assert [key for key, _ in said[:6]] != list(listed)
 
 
 def test_json_objects_hold_what_was_said() -> None:
@@ -93,7 +109,8 @@ def test_questions_have_one_answer_each() -> None:
 
 
 def test_words_are_distinct() -> None:
-    assert len(set(words.WORDS)) == len(words.WORDS)
+    listed = [*words.WORDS, *words.PROPERTIES]
+    assert len(set(listed)) == len(listed)
     greetings = [user for users, _ in words.SMALL_TALK for user in users]
     assert len(set(greetings)) == len(greetings)
 
@@ -102,7 +119,7 @@ def test_the_seed_decides_everything() -> None:
     for name, maker in tasks.MAKERS.items():
         assert maker(Random(5)) == maker(Random(5)), name
     assert set(tasks.WEIGHTS) == set(tasks.MAKERS)
-    assert set(tasks.DRILLS) <= set(tasks.MAKERS)
+    assert set(tasks.DRILLS) <= {*tasks.MAKERS, "reciting"}
 
 
 def test_repeating_says_it_as_often_as_asked() -> None:

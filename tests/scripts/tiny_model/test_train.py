@@ -14,10 +14,11 @@ import pytest
 
 from scripts.tiny_model import train
 from scripts.tiny_model.loss_curve import read_log
+from scripts.tiny_model.tasks import DRILLS
 from scripts.tiny_model.train_drafts import DraftTraining
 from tests.scripts.tiny_model import small_case, tokenised
 
-STAGE = train.Stage(2, 64, 2, 4, 0.0, 0.5, serves=True)
+STAGE = train.Stage(2, 64, 2, 4, 12, 0.0, 0.5, DRILLS, 3.0, serves=True)
 
 
 def training(folder: Path, num_steps: int) -> train.Training:
