@@ -272,4 +272,5 @@ def test_messages_for_nobody_are_ignored() -> None:
         first_token_s=gateway.metrics.first_token_s,
         inter_token_s=gateway.metrics.inter_token_s,
         request_s=gateway.metrics.request_s,
+        queue_s=gateway.metrics.queue_s,
     )
