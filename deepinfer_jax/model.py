@@ -32,6 +32,7 @@ from deepinfer_jax.layers.moe import feed_forward
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, StepContext, embedding, no_probe
 from deepinfer_jax.parameters import LayerParameters, Parameters
 from deepinfer_jax.precision import Precision
+from deepinfer_jax.replay import check_upper_layers
 from deepinfer_jax.topology import LayerTopology, Topology
 
 
@@ -105,7 +106,8 @@ def forward(
             own = sources[layer.layer_index]
             sources[layer.layer_index] = _compressed(x, layer_parameters, layer, own, here)
         if replay is not None and layer.layer_index == model.topology.num_encoder_layers:
-            _check_upper(replay, model.topology)
+            if replay.num_tail_tokens:
+                check_upper_layers(model.topology)
             step, x, residual, features = _upper_step(step, batch, replay, x, residual, features)
             here = step.of_layer(layer.layer_index)
         out, rings[layer.layer_index], selection = attention(
@@ -172,21 +174,6 @@ def upper_batch(batch: StepBatch, replay: Replay | None) -> StepBatch:
     if replay is None or not replay.num_tail_tokens:
         return batch
     return tail_tokens(batch, replay.num_tail_tokens)[1]
-
-
-def _check_upper(replay: Replay, topology: Topology) -> None:
-    """The tail alone cannot pass an Engram, whose n-grams were formed for all tokens.
-
-    Raises:
-        ValueError: a layer from the last KV source up has one.
-    """
-    upper = topology.layers[topology.num_encoder_layers :]
-    with_engram = [layer.layer_index for layer in upper if layer.engram_index is not None]
-    if replay.num_tail_tokens and with_engram:
-        raise ValueError(
-            f"layers {with_engram} have an Engram and lie above the last KV source; a prompt's "
-            "tail cannot run alone there: use replay without num_tail_tokens"
-        )
 
 
 def _upper_step(

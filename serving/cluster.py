@@ -17,6 +17,7 @@ from serving.core.grammar import GrammarCompiler
 from serving.core.image_layout import ImageGeometry
 from serving.core.prefill_scheduler import PrefillBudget
 from serving.core.profiling import Profiler
+from serving.core.replay import ReplayMode, ReplayRule
 from serving.engine.engine import Engine, EngineLimits, Executor
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import Node, NodeId
@@ -75,13 +76,15 @@ class Capacity:
     num_blocks: int
     num_slots: int
     num_snapshots: int
+    replay: ReplayRule | None = None
 
 
 def plan_capacity(options: EngineOptions) -> Capacity:
     """The shapes and pools that the options ask for.
 
     Raises:
-        ConfigError: a context of no whole number of blocks, or a pool too small for one request.
+        ConfigError: a context of no whole number of blocks, a pool too small for one request, no
+            prefill step from which tokens could be left out, or replay in steps of tiles.
     """
     num_context_blocks, rest = divmod(options.max_context, BLOCK_SIZE)
     if rest:
@@ -113,6 +116,7 @@ def plan_capacity(options: EngineOptions) -> Capacity:
         options.num_blocks,
         options.decode_rows[-1] + 1,
         options.prefix_snapshots,
+        _replay_rule(options),
     )
 
 
@@ -123,6 +127,26 @@ def _in_tiles(buckets: Iterable[Bucket], num_rows: int) -> list[Bucket]:
     """
     tiles = {-(-max(b.num_tokens, num_rows) // TILE_TOKENS): b.num_blocks for b in buckets}
     return [Bucket(num_rows, TILE_TOKENS * n, num_blocks) for n, num_blocks in tiles.items()]
+
+
+def _replay_rule(options: EngineOptions) -> ReplayRule | None:
+    if options.replay == "off":
+        return None
+    if options.batch_invariant:
+        raise ConfigError(
+            f"engine.replay is {options.replay!r} and engine.batch_invariant true; expected one of "
+            "the two: steps in tiles run every token in every layer"
+        )
+    mode, num_kept = ReplayMode(options.replay), options.replay_keep
+    # Smaller steps run all of their tokens.
+    if mode is ReplayMode.COMPACT and options.prefill_tokens[-1] < 2 * num_kept:
+        raise ConfigError(
+            f"engine.replay is 'compact', engine.replay_keep {num_kept} and the largest of "
+            f"engine.prefill_tokens {options.prefill_tokens[-1]}; expected a prefill step of at "
+            f"least {2 * num_kept} tokens, twice what is kept, or smaller steps would leave "
+            "nothing out"
+        )
+    return ReplayRule(mode, num_kept)
 
 
 def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random.Random) -> Engine:
@@ -147,6 +171,7 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
         vocab_size=facts.vocab_size,
         eos_token_id=facts.eos_token_id,
         waiting_max=options.waiting_max,
+        replay=capacity.replay,
     )
     budget = None
     if options.prefill_time_budget_ms:

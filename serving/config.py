@@ -106,6 +106,9 @@ class EngineOptions:
     reuse of prefixes off.
     `batch_invariant`: tokens and log probabilities of a request are the same bits in any company.
     Steps run in tiles then, which makes them slower.
+    `replay`: of a prompt only the last `replay_keep` tokens pass the upper layers, which nearly
+    halves its work and changes the answers to longer prompts. `compact` leaves the other tokens
+    out, `mask` computes and hides them, to compare with; `off` is the exact model.
     `has_drafts`: tokens are drafted and verified several at a time, with the model's draft module.
     Each of the decode sizes is compiled for rows of 1, 3 and all 6 tokens then.
     `steps_in_flight`: steps dispatched before the first one's tokens are looked at; 2 hides the
@@ -123,6 +126,8 @@ class EngineOptions:
     decode_rows: tuple[int, ...] = (1, 8, 32)
     prefix_snapshots: int = 64
     batch_invariant: bool = False
+    replay: Literal["off", "mask", "compact"] = "off"
+    replay_keep: int = 140
     has_drafts: bool = False
     steps_in_flight: int = 2
     waiting_max: int = 512
@@ -138,7 +143,14 @@ class EngineOptions:
                 list(sizes),
                 "positive sizes in ascending order, at least one",
             )
-        counts = ("max_context", "num_blocks", "prefill_rows", "steps_in_flight", "waiting_max")
+        counts = (
+            "max_context",
+            "num_blocks",
+            "prefill_rows",
+            "replay_keep",
+            "steps_in_flight",
+            "waiting_max",
+        )
         for name in counts:
             value = getattr(self, name)
             _check(1 <= value <= COUNT_MAX, name, value, f"1 to {COUNT_MAX}")

@@ -84,6 +84,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
                 engram=config.model.engram,
                 has_drafts=config.engine.has_drafts,
                 tile_tokens=TILE_TOKENS if config.engine.batch_invariant else 0,
+                replay=capacity.replay,
                 watch=log.watch,
             )
     except (ValueError, OSError) as error:

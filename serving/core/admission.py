@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import BucketTable, StepKind
+from serving.core.replay import ReplayRule
 from serving.core.request import TOOL_KINDS, Request, RequestError
 
 
@@ -24,6 +25,7 @@ class EngineLimits:
         block_size: tokens of a block.
         num_drafts: tokens that the device drafts after each one it samples; 0 if it does not.
         in_flight_max: steps planned but not committed at one time; 1 is the synchronous engine.
+        replay: which tokens of a prompt pass the upper layers; None for all.
     """
 
     num_blocks: int
@@ -37,6 +39,12 @@ class EngineLimits:
     block_size: int = BLOCK_SIZE
     in_flight_max: int = 1
     num_drafts: int = 0
+    replay: ReplayRule | None = None
+
+    @property
+    def prefix_fingerprint(self) -> bytes:
+        """What prefixes must agree in to share blocks and states, besides their tokens."""
+        return self.fingerprint + (b"" if self.replay is None else self.replay.fingerprint)
 
 
 def check_limits(limits: EngineLimits, buckets: BucketTable) -> None:
@@ -88,6 +96,14 @@ def check_request(request: Request, limits: EngineLimits, buckets: BucketTable) 
     _check_ids(biased, limits.vocab_size, "logit_bias")
     _check_constraint(request, limits)
     _check_images(request, limits, buckets)
+    if limits.replay is not None and request.sampling.prompt_logprobs is not None:
+        raise RequestError(
+            f"prompt_logprobs is {request.sampling.prompt_logprobs}, but of a prompt only the last "
+            f"{limits.replay.num_kept} tokens pass all layers (engine.replay is "
+            f"{limits.replay.mode.value!r}), and the others have no logits; expected none, or "
+            "engine.replay 'off'",
+            "prompt_logprobs",
+        )
 
 
 def _check_constraint(request: Request, limits: EngineLimits) -> None:

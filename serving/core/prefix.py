@@ -12,6 +12,10 @@ replayed exactly from the last tokens. It is kept instead: a *snapshot* is a cop
 in a spare slot, taken right after a step that ended at `H`. A prefix of `n` blocks is usable if
 all `n` blocks are present and a snapshot at their end is.
 
+With bounded replay (`core/replay.py`) the windows of the upper layers in a snapshot also depend on
+where the tail of its sequence starts. Such a snapshot is usable by sequences with the same tail
+start, and by those whose tail starts at `H` or later, which need no such windows.
+
 Snapshots are taken where they are likely to be used:
 
 1. at the last block boundary of a prompt that leaves a token to compute, for the same prompt again
@@ -19,7 +23,9 @@ Snapshots are taken where they are likely to be used:
 2. where a prompt leaves a prefix that is present but has no snapshot, for prompts that share their
    beginning (the second one finds the place, the third one gains by it);
 3. at every block boundary of what is generated, only the newest of each sequence being kept, for
-   conversations that go on and for sequences that lose their memory and come back.
+   conversations that go on and for sequences that lose their memory and come back;
+4. with bounded replay, at the last block boundary before the tail of a prompt, for all longer
+   prompts that begin alike, however short the rest of them is.
 """
 
 import hashlib
@@ -67,11 +73,14 @@ def next_key(
 
 @dataclass(slots=True)
 class _Entry:
-    """A prefix that is present. `snapshot` is a slot, 0 if there is none."""
+    """A prefix that is present. `snapshot` is a slot, 0 if there is none; `tail_start` that of the
+    sequence that left it, None if the snapshot ends before that tail.
+    """
 
     block: int
     snapshot: int = 0
     is_reused: bool = False
+    tail_start: int | None = 0
 
 
 class PrefixIndex:
@@ -108,10 +117,21 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
-    def num_usable(self, keys: Sequence[PrefixKey]) -> int:
-        """How many blocks of a chain can be gone on from; 0 if none."""
+    def num_usable(
+        self, keys: Sequence[PrefixKey], tail_start: int = 0, num_before_tail: int = 0
+    ) -> int:
+        """How many blocks of a chain can be gone on from; 0 if none.
+
+        Args:
+            tail_start: of the sequence that would go on.
+            num_before_tail: blocks of the chain that end at or before that position.
+        """
         num_blocks = self.num_present(keys)
-        while num_blocks and not self._entries[keys[num_blocks - 1]].snapshot:
+        while num_blocks:
+            entry = self._entries[keys[num_blocks - 1]]
+            fits = num_blocks <= num_before_tail or entry.tail_start == tail_start
+            if entry.snapshot and fits:
+                break
             num_blocks -= 1
         return num_blocks
 
@@ -163,16 +183,23 @@ class PrefixIndex:
         """Give back a reserved slot without a snapshot."""
         self._free_slots.append(slot)
 
-    def keep_snapshot(self, key: PrefixKey, slot: int) -> bool:
+    def keep_snapshot(self, key: PrefixKey, slot: int, tail_start: int | None = 0) -> bool:
         """`slot` holds the state at the end of the prefix; False if that is of no use.
 
-        It is of none if the prefix is not present or has a snapshot; the slot is free again then.
+        It is of none if the prefix is not present or has a snapshot that serves as many; the slot
+        is free again then. One for sequences with another tail start gives way.
+
+        Args:
+            tail_start: of the sequence that left the state; None if the prefix ends before it.
         """
         entry = self._entries.get(key)
-        if entry is None or entry.snapshot:
+        if entry is None or (entry.snapshot and tail_start in (None, entry.tail_start)):
             self.return_slot(slot)
             return False
-        entry.snapshot, entry.is_reused = slot, False
+        if entry.snapshot:
+            del self._used_slots[entry.snapshot]
+            self._free_slots.append(entry.snapshot)
+        entry.snapshot, entry.is_reused, entry.tail_start = slot, False, tail_start
         self._used_slots[slot] = key
         return True
 

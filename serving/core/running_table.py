@@ -59,7 +59,8 @@ class RunningTable:
         num_computed: [S] int32, tokens whose KV is written, and that stay.
         num_computed_before: [S] int32, the same before the last settled step of the row.
         num_named: [S] int32, blocks from the first on that others may share.
-        cuts: [S, 2] int32, positions at which a chunk of the prompt ends, ascending from 1 on.
+        cuts: [S, 3] int32, positions at which a chunk of the prompt ends, ascending from 1 on.
+        tail_starts: [S] int32, first position that passes the upper layers; 0 for all.
         length_limits: [S] int32, number of tokens at which the sequence ends.
         last_tokens: [S] int32, the newest known token, of decoding rows.
         last_steps: [S] int64, newest step that contains the row; -1 before the first.
@@ -108,7 +109,8 @@ class RunningTable:
         self.num_computed_before = np.zeros(num_slots, np.int32)
         self.num_in_flight = np.zeros(num_slots, np.int32)
         self.num_named = np.zeros(num_slots, np.int32)
-        self.cuts = np.zeros((num_slots, 2), np.int32)
+        self.cuts = np.zeros((num_slots, 3), np.int32)
+        self.tail_starts = np.zeros(num_slots, np.int32)
         self.length_limits = np.zeros(num_slots, np.int32)
         self.last_tokens = np.zeros(num_slots, np.int32)
         self.last_steps = np.full(num_slots, -1, np.int64)
@@ -173,7 +175,8 @@ class RunningTable:
         """Blocks that a waiting sequence need not compute; its last token it always must."""
         if sequence.request.sampling.prompt_logprobs is not None:
             return 0  # What is not computed has no logits.
-        return self.prefixes.num_usable(self.whole_keys(sequence))
+        keys, tail_start = self.whole_keys(sequence), sequence.tail_start
+        return self.prefixes.num_usable(keys, tail_start, tail_start // self.block_size)
 
     def num_held_blocks(self, sequence: Sequence, num_blocks: int) -> int:
         """How many of the first `num_blocks` blocks of a usable prefix are held by others."""
@@ -206,6 +209,7 @@ class RunningTable:
         self.num_prompt_tokens[row] = len(sequence.prompt)
         self.num_cached_tokens[row] = sequence.num_cached_tokens
         self.length_limits[row] = sequence.length_limit
+        self.tail_starts[row] = sequence.tail_start
         self.last_steps[row] = -1
         self.temperatures[row] = sampling.temperature
         self.top_ks[row] = sampling.top_k
@@ -366,10 +370,14 @@ class RunningTable:
         def cut(position: int) -> int:
             return whole_images_end(sequence.request.images, position)
 
-        num_present = self.prefixes.num_present(keys) * self.block_size
-        parting = block_boundary(num_present, self.block_size, cut)
-        last = block_boundary(len(keys) * self.block_size, self.block_size, cut)
-        self.cuts[row] = parting, last
+        parting = self.prefixes.num_present(keys) * self.block_size
+        last = len(keys) * self.block_size
+        tail = min(sequence.tail_start, last)
+        if tail:
+            # A state in the tail serves prompts of this length, one before it all longer ones.
+            parting = min(parting, tail)
+        cuts = [block_boundary(end, self.block_size, cut) for end in (parting, tail, last)]
+        self.cuts[row] = cuts
 
     def _name_blocks(self, row: int) -> None:
         """Let others share the blocks that are full."""

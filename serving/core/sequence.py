@@ -63,6 +63,7 @@ class Sequence:
         num_cached_tokens: prompt tokens it did not compute when it started; None before that.
         tail_key: the prefix that ends in the newest snapshot of what it generated, if it has one.
         controls: what it asks of its tokens beyond temperature, top_k and top_p; None for nothing.
+        tail_start: the first position that passes the upper layers; 0 for all (`core/replay.py`).
     """
 
     sequence_id: int
@@ -82,6 +83,7 @@ class Sequence:
     num_cached_tokens: int | None = None
     tail_key: PrefixKey | None = None
     controls: SequenceControls | None = None
+    tail_start: int = 0
 
     @property
     def urgency(self) -> int:

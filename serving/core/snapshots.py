@@ -86,7 +86,8 @@ class SnapshotCopies:
             table.prefixes.return_slot(copy.slot)
             return
         key = sequence.keys(copy.num_blocks, table.block_size)[-1]
-        if table.prefixes.keep_snapshot(key, copy.slot) and copy.is_tail:
+        tail_start = sequence.tail_start if boundary > sequence.tail_start else None
+        if table.prefixes.keep_snapshot(key, copy.slot, tail_start) and copy.is_tail:
             if sequence.tail_key is not None:
                 table.prefixes.drop_unused_snapshot(sequence.tail_key)
             sequence.tail_key = key

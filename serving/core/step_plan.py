@@ -14,6 +14,7 @@ import numpy as np
 
 from serving.core.buckets import Bucket, StepKind
 from serving.core.controls import StepControls, StepReport
+from serving.core.replay import StepTail
 from serving.core.request import RequestImage
 
 LAST_SAMPLED = -2
@@ -62,6 +63,7 @@ class StepPlan:
             the second, before the step.
         snapshots: [M, 2] int32, (state slot, snapshot slot) pairs that are copied after the step.
         controls: what rows ask of their tokens beyond the columns above; None if none does.
+        tail: what the upper layers compute; None for all, as in every decode step.
     """
 
     step_index: int
@@ -81,6 +83,7 @@ class StepPlan:
     restores: np.ndarray = field(default_factory=no_copies)
     snapshots: np.ndarray = field(default_factory=no_copies)
     controls: StepControls | None = None
+    tail: StepTail | None = None
 
     @property
     def num_rows(self) -> int:

@@ -127,6 +127,7 @@ class Engine:
         self._num_verified = np.zeros(limits.num_drafts, np.int64)
         self._num_accepted = np.zeros(limits.num_drafts, np.int64)
         self._length_max = length_max(limits)
+        self._replay = limits.replay
         self._table = RunningTable(
             limits.num_slots,
             limits.num_blocks,
@@ -180,8 +181,9 @@ class Engine:
             seed=seed,
             stop_token_ids=tuple(sorted(stops)),
             length_limit=min(len(prompt) + sampling.max_tokens, self._length_max),
-            root_key=root_key(self.limits.fingerprint, request.cache_salt),
+            root_key=root_key(self.limits.prefix_fingerprint, request.cache_salt),
             controls=controls_of(request, grammar),
+            tail_start=0 if self._replay is None else self._replay.tail_start(len(prompt)),
         )
         # Hashed now, so that planning only looks up.
         self._table.whole_keys(sequence)
@@ -383,6 +385,9 @@ class Engine:
         is_prefill = kind is StepKind.PREFILL
         sure = starts if is_prefill else table.num_tokens[rows] - 1 + table.num_in_flight[rows]
         snapshots = self._snapshots.plan(step_index, rows, sure, ends, is_prefill)
+        tail = None
+        if is_prefill and self._replay is not None:
+            tail = self._replay.step_tail(bucket, table.tail_starts[rows], starts, num_tokens)
         table.num_scheduled[rows] = ends
         table.num_in_flight[rows] += 1
         table.last_steps[rows] = step_index
@@ -406,6 +411,7 @@ class Engine:
             controls=step_controls.plan_controls(
                 table, kind, rows, starts, num_tokens, token_ids, self.limits.vocab_size
             ),
+            tail=tail,
         )
 
     def _count_drafts(self, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:

@@ -27,14 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import batch, checkpoint, controls, vision
-from deepinfer_jax.batch import StepShape
+from deepinfer_jax.batch import Replay, StepShape
 from deepinfer_jax.cache import CacheLayout, KVCache
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.controls import Controls
 from deepinfer_jax.draft import DraftSettings
 from deepinfer_jax.engram_host import HostEngram, detach_tables
 from deepinfer_jax.model import Model, Weights
 from deepinfer_jax.parameters import Parameters, VisionParameters
 from deepinfer_jax.precision import CacheFormat, Precision
+from deepinfer_jax.replay import ReplayError, check_replay
 from deepinfer_jax.reports import ReportedResult
 from deepinfer_jax.steps import (
     CompiledStep,
@@ -48,6 +50,7 @@ from deepinfer_jax.topology import Topology
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import LogprobColumns, StepReport
 from serving.core.image_layout import ImageGeometry
+from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
 from serving.engine import control_packing, packing
 from serving.engine.packing import PackedStep
@@ -75,11 +78,13 @@ class JaxExecutor:
 
     `num_slots` counts the slots for snapshots too. `engram` is where its tables lie: "device" or
     "host"; drafts, which the host does not know, need them on the device. With `has_drafts` every
-    step also drafts tokens, and decode steps verify them. With `tile_tokens` other than 0, steps
+    step also drafts tokens, and decode steps verify them. With `replay` there are prefill steps
+    whose upper layers compute the tails of prompts alone. With `tile_tokens` other than 0, steps
     run in tiles of that many tokens, and nothing that they give depends on company. `watch` is
     opened around the compilation of each program.
 
     Raises:
+        ReplayError: the model cannot run that.
         CheckpointError: the checkpoint is not usable, or drafts are asked for and it has none.
         ValueError: a pool size is too small.
         ShardingError: the mesh needs more devices than there are.
@@ -96,6 +101,7 @@ class JaxExecutor:
         report: Report = lambda line: None,
         engram: str = "device",
         has_drafts: bool = False,
+        replay: ReplayRule | None = None,
         tile_tokens: int = 0,
         watch: Watch = no_watch,
     ) -> None:
@@ -107,11 +113,14 @@ class JaxExecutor:
                 f"{directory}: num_nextn_predict_layers is 0, so the model has no draft module; "
                 "serve it without drafts"
             )
+        topology = Topology.of(self.model_config)
+        if replay is not None:
+            _check_replay(self.model_config, topology, replay)
         precision = Precision(_compute_dtype(), CacheFormat(cache_format))
         tables = checkpoint.read_engram_tables(directory, self.model_config)
         self.model = Model(
             self.model_config,
-            Topology.of(self.model_config),
+            topology,
             tables,
             precision,
             DraftSettings(is_coupled=tile_tokens > 0),
@@ -139,7 +148,7 @@ class JaxExecutor:
             )
         vocab_size = self.model_config.vocab_size
         self._controls = _DeviceControls(self.mesh, buckets, num_slots, vocab_size)
-        self._steps = self._compile(buckets, report)
+        self._steps = self._compile(buckets, replay, report)
         with watch("copy_slots"):
             self._copy_slots = compile_slot_copies(self.cache, _COPIES_PER_CALL)
         self._in_flight: deque[tuple[StepPlan, ReportedResult]] = deque()
@@ -155,11 +164,11 @@ class JaxExecutor:
         """
         if plan.images and self._images is None:
             raise ValueError(f"step {plan.step_index} has images; the model has no image encoder")
-        step = self.compiled(plan.kind, plan.bucket)
+        packed = packing.pack(plan)
+        step = self.compiled(plan.kind, plan.bucket, packed.num_tail_tokens)
         more: dict[str, Any] = {"controls": self._controls.of_step(plan)}
         if self._images is not None and plan.kind is StepKind.PREFILL:
             more["image_features"] = self._images.features_of(plan.images)
-        packed = packing.pack(plan)
         buffer = jax.device_put(packed.buffer, self._buffer_sharding)
         self._copy(plan.restores)
         if self._engram is not None:
@@ -198,13 +207,15 @@ class JaxExecutor:
             max_wh_ratio=config.max_wh_ratio,
         )
 
-    def compiled(self, kind: StepKind, bucket: Bucket) -> CompiledStep:
-        """The compiled step of a bucket.
+    def compiled(
+        self, kind: StepKind, bucket: Bucket, num_tail_tokens: int | None = None
+    ) -> CompiledStep:
+        """The compiled step of a bucket: the exact one, or that of a tail (`StepTail`).
 
         Raises:
             KeyError: it is not among those that were compiled at the start.
         """
-        return self._steps[kind, bucket]
+        return self._steps[kind, bucket, num_tail_tokens]
 
     def program_texts(self) -> Iterator[str]:
         """The compiled steps in the notation of XLA; for traces."""
@@ -311,10 +322,13 @@ class JaxExecutor:
             ) from None
 
     def _compile(
-        self, buckets: BucketTable, report: Report
-    ) -> dict[tuple[StepKind, Bucket], CompiledStep]:
-        shapes = {(kind, bucket): shape_of(kind, bucket) for kind, bucket in buckets}
-        for (_, bucket), shape in shapes.items():
+        self, buckets: BucketTable, replay: ReplayRule | None, report: Report
+    ) -> dict[tuple[StepKind, Bucket, int | None], CompiledStep]:
+        steps: list[tuple[StepKind, Bucket, int | None]] = [(*each, None) for each in buckets]
+        for bucket in () if replay is None else buckets.of(StepKind.PREFILL):
+            steps += [(StepKind.PREFILL, bucket, size) for size in replay.sizes(bucket)]
+        shapes = {step: shape_of(*step) for step in steps}
+        for (_, bucket, _), shape in shapes.items():
             check_layout(bucket, shape)
 
         def progress(done: int, total: int) -> None:
@@ -443,15 +457,31 @@ class _ImageEncoder:
         return jax.device_put(np.array(values, np.int32), self._sharding)
 
 
-def shape_of(kind: StepKind, bucket: Bucket) -> StepShape:
-    """What the model calls a bucket."""
-    return StepShape(bucket.num_rows, bucket.num_tokens, bucket.num_blocks, kind is StepKind.DECODE)
+def _check_replay(config: ModelConfig, topology: Topology, replay: ReplayRule) -> None:
+    drops = replay.mode is ReplayMode.COMPACT
+    try:
+        check_replay(config, topology, replay.num_kept, drops_tokens=drops)
+    except ReplayError as error:
+        options = f"engine.replay is {replay.mode.value!r}, engine.replay_keep {replay.num_kept}"
+        raise ReplayError(f"{options}: {error}") from None
+
+
+def shape_of(kind: StepKind, bucket: Bucket, num_tail_tokens: int | None = None) -> StepShape:
+    """What the model calls a bucket; `num_tail_tokens` as in `JaxExecutor.compiled`."""
+    return StepShape(
+        bucket.num_rows,
+        bucket.num_tokens,
+        bucket.num_blocks,
+        kind is StepKind.DECODE,
+        None if num_tail_tokens is None else Replay(num_tail_tokens),
+    )
 
 
 def check_layout(bucket: Bucket, shape: StepShape) -> None:
     """Packing and model must agree on every field of a buffer; a mismatch is a defect."""
     assert (packing.IMAGE_FEATURE, LAST_SAMPLED) == (batch.IMAGE_FEATURE, batch.LAST_SAMPLED)
-    packed = {name: (p.shape, p.dtype) for name, p in packing.layout(bucket).items()}
+    places = packing.layout(bucket, shape.replay is not None)
+    packed = {name: (p.shape, p.dtype) for name, p in places.items()}
     expected = {name: (dims, np.dtype(t)) for name, (dims, t) in batch.fields(shape).items()}
     assert list(packed.items()) == list(expected.items()), (packed, expected)
     assert packing.IMAGE_FEATURE == batch.IMAGE_FEATURE

@@ -39,6 +39,10 @@ class PackedStep:
         num_tokens: [R] int32, padded with 0.
         slots: [R] int32, padded with 0.
         block_tables: [R, B] int32, padded with 0.
+        num_tail_tokens: what `StepTail` calls `num_tokens`; None for a step without a tail.
+        visible_starts: [R] int32, all 0, since all windows of the lower layers are there; None
+            for a step without a tail.
+        tail_starts: [R] int32, padded with 0; likewise.
         temperatures: [R] float32, padded with 0.   top_ks: [R] int32, padded with 0.
         top_ps: [R] float32, padded with 1.
         seed_low, seed_high: [R] uint32, the two halves of the seed, padded with 0.
@@ -61,12 +65,16 @@ class PackedStep:
     seed_low: np.ndarray
     seed_high: np.ndarray
     buffer: np.ndarray
+    num_tail_tokens: int | None = None
+    visible_starts: np.ndarray | None = None
+    tail_starts: np.ndarray | None = None
 
 
 @cache
-def layout(bucket: Bucket) -> dict[str, ArrayPlace]:
+def layout(bucket: Bucket, has_tail: bool = False) -> dict[str, ArrayPlace]:
     """Where each array of `PackedStep` stands in its buffer, in order; block tables come last."""
     rows, tokens = (bucket.num_rows,), (bucket.num_tokens,)
+    tail = {"visible_starts": (rows, np.int32), "tail_starts": (rows, np.int32)}
     arrays = {
         "token_ids": (tokens, np.int32),
         "row_index": (tokens, np.int32),
@@ -78,6 +86,7 @@ def layout(bucket: Bucket) -> dict[str, ArrayPlace]:
         "top_ps": (rows, np.float32),
         "seed_low": (rows, np.uint32),
         "seed_high": (rows, np.uint32),
+        **(tail if has_tail else {}),
         "block_tables": ((bucket.num_rows, bucket.num_blocks), np.int32),
     }
     return places_of(arrays)
@@ -94,20 +103,21 @@ def places_of(arrays: dict[str, tuple[tuple[int, ...], type]]) -> dict[str, Arra
 
 
 @cache
-def _padding(bucket: Bucket) -> np.ndarray:
+def _padding(bucket: Bucket, has_tail: bool) -> np.ndarray:
     """A buffer of nothing but padding, without the block tables, which are most of it."""
-    buffer = np.zeros(layout(bucket)["block_tables"].offset, np.int32)
+    places = layout(bucket, has_tail)
+    buffer = np.zeros(places["block_tables"].offset, np.int32)
     for name, value in (("row_index", bucket.num_rows), ("top_ps", 1.0)):
-        offset, (length,), dtype = layout(bucket)[name]
+        offset, (length,), dtype = places[name]
         buffer[offset : offset + length].view(dtype)[:] = value
     buffer.flags.writeable = False
     return buffer
 
 
-def _views(buffer: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
+def _views(buffer: np.ndarray, bucket: Bucket, has_tail: bool) -> dict[str, np.ndarray]:
     return {
         name: buffer[offset : offset + prod(shape)].view(dtype).reshape(shape)
-        for name, (offset, shape, dtype) in layout(bucket).items()
+        for name, (offset, shape, dtype) in layout(bucket, has_tail).items()
     }
 
 
@@ -128,10 +138,11 @@ def pack(plan: StepPlan) -> PackedStep:
             f"step {plan.step_index} has {num_rows} rows, {num_tokens} tokens and block tables "
             f"{num_blocks} wide; its bucket is {bucket}; plan it with a larger bucket"
         )
-    padding = _padding(bucket)
+    tail = plan.tail
+    padding = _padding(bucket, tail is not None)
     buffer = np.empty(len(padding) + bucket.num_rows * bucket.num_blocks, np.int32)
     buffer[: len(padding)] = padding
-    views = _views(buffer, bucket)
+    views = _views(buffer, bucket, tail is not None)
     views["token_ids"][:num_tokens] = plan.token_ids
     for place in plan.images:
         end = place.token_index + place.image.num_tokens
@@ -148,4 +159,16 @@ def pack(plan: StepPlan) -> PackedStep:
     seeds = np.ascontiguousarray(plan.seeds, dtype="<i8").view("<u4").reshape(num_rows, 2)
     views["seed_low"][:num_rows] = seeds[:, 0]
     views["seed_high"][:num_rows] = seeds[:, 1]
-    return PackedStep(plan.kind, bucket, num_rows, num_tokens, buffer=buffer, **views)
+    num_tail_tokens = None
+    if tail is not None:
+        views["tail_starts"][:num_rows] = tail.starts
+        num_tail_tokens = tail.num_tokens
+    return PackedStep(
+        plan.kind,
+        bucket,
+        num_rows,
+        num_tokens,
+        buffer=buffer,
+        num_tail_tokens=num_tail_tokens,
+        **views,
+    )

@@ -163,7 +163,7 @@ def test_a_usable_prefix_is_held_and_its_state_restored() -> None:
     columns = (table.num_blocks, table.num_scheduled, table.num_computed, table.num_named)
     assert [int(column[second]) for column in columns] == [2, 8, 8, 2]
     # Three blocks are present, so a state is wanted there, which is the last boundary too.
-    assert table.cuts[second].tolist() == [12, 12]
+    assert table.cuts[second].tolist() == [12, 0, 12]
     assert table.take_restores().tolist() == [[slot, second]]
     assert table.take_restores().tolist() == []
     table.leave(first, SequenceStatus.FINISHED)

@@ -41,7 +41,7 @@ def test_prompts_are_copied_at_their_cuts_and_output_at_every_boundary() -> None
     table = make_table()
     copies = SnapshotCopies(table)
     rows = [enter(table, 0), enter(table, 50)]
-    assert table.cuts[rows].tolist() == [[0, 12], [0, 12]]
+    assert table.cuts[rows].tolist() == [[0, 0, 12], [0, 0, 12]]
     assert plan(copies, 0, rows, [8, 11], True) == []
     assert plan(copies, 1, rows, [12, 12], True) == [[rows[0], 4], [rows[1], 5]]
     assert plan(copies, 2, rows, [15, 16], False) == [[rows[1], 6]]
@@ -53,7 +53,7 @@ def test_without_slots_nothing_is_copied() -> None:
     table = make_table(num_snapshots=0)
     copies = SnapshotCopies(table)
     row = enter(table, 0)
-    assert table.cuts[row].tolist() == [0, 0]
+    assert table.cuts[row].tolist() == [0, 0, 0]
     assert plan(copies, 0, [row], [12], True) == plan(copies, 0, [row], [16], False) == []
 
 

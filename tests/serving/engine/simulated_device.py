@@ -4,6 +4,8 @@
 digest of the tokens it has seen. Each step reads its context back through the block tables and
 compares it with the slot, so a wrong block, slot, start, order or a block reused too early shows
 as an error or as a wrong token. An image counts as one large token for each of its places.
+Tokens also depend on a second digest, that of the sequence's tail (`core/replay.py`), which a slot
+has from the start of the tail on; an exact step may not look back behind it.
 `expected_tokens` gives the tokens of a request without any of it.
 """
 
@@ -13,6 +15,7 @@ from collections import deque
 import numpy as np
 
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.replay import ReplayRule
 from serving.core.request import FinishReason, Request, RequestImage, SamplingParams, TokenDelta
 from serving.core.step_plan import LAST_SAMPLED, StepPlan, StepResult
 from serving.engine.engine import Engine, EngineLimits
@@ -25,14 +28,21 @@ _EMPTY = 7
 _IMAGE_VALUES = 10_000
 ROLLBACK_MAX = 6
 """How many tokens later than at its end the state of a prefix can still be copied."""
+WINDOW = 3
+"""Tokens that an upper layer sees, itself included."""
+_NO_TAIL = -1
 
 
 def _extend(digest: int, token: int) -> int:
     return (digest * 1_000_003 + token + 1) % _MODULUS
 
 
-def _sample(digest: int, position: int, sampling: tuple[float, int, float, int]) -> int:
+def _sample(
+    digest: int, position: int, sampling: tuple[float, int, float, int], tail: int | None = None
+) -> int:
+    """The token after those with this digest; `tail` is that of their tail, if it is another."""
     temperature, top_k, top_p, seed = sampling
+    digest += 0 if tail is None else 3 * (tail - digest)
     settings = round(temperature * 1000) + 31 * top_k + round(top_p * 1000) + seed
     return (digest + position * 7919 + settings) // 3 % VOCAB_SIZE
 
@@ -49,21 +59,24 @@ def _image_values(image: RequestImage) -> list[int]:
     return list(range(first, first + image.num_tokens))
 
 
-def expected_tokens(request: Request, seed: int, length_max: int) -> list[int]:
+def expected_tokens(request: Request, seed: int, length_max: int, tail_start: int = 0) -> list[int]:
     """What the device must generate for a request that nothing disturbs."""
     wanted = request.sampling
     sampling = (wanted.temperature, wanted.top_k, wanted.top_p, seed)
     stops = set(wanted.stop_token_ids) | (set() if wanted.ignore_eos else {EOS})
-    digest, length = _EMPTY, len(request.prompt_token_ids)
+    digest = tail = _EMPTY
+    length = len(request.prompt_token_ids)
     prompt = list(request.prompt_token_ids)
     for image in request.images:
         prompt[image.start : image.stop] = _image_values(image)
     for token in prompt:
         digest = _extend(digest, token)
+    for token in prompt[tail_start:]:
+        tail = _extend(tail, token)
     output: list[int] = []
     while True:
-        output.append(_sample(digest, length, sampling))
-        digest, length = _extend(digest, output[-1]), length + 1
+        output.append(_sample(digest, length, sampling, tail))
+        digest, tail, length = _extend(digest, output[-1]), _extend(tail, output[-1]), length + 1
         if output[-1] in stops or len(output) == wanted.max_tokens or length == length_max:
             return output
 
@@ -76,7 +89,11 @@ class SimulatedDevice:
         self._block_size = limits.block_size
         self._pool = np.full((limits.num_blocks, limits.block_size), -1, np.int64)
         # A slot remembers what it had seen at its last few lengths, as rings on a device do.
-        self._slots = np.full((limits.num_slots + limits.num_snapshots, ROLLBACK_MAX + 1, 2), -1)
+        # Number and digest of its tokens, then start and digest of its tail.
+        self._slots = np.full((limits.num_slots + limits.num_snapshots, ROLLBACK_MAX + 1, 4), -1)
+        self._replay = limits.replay
+        self.num_left_out = 0
+        self.tails: list[int | None] = []
         self._sampled = np.full(limits.num_slots, -1)
         self._num_drafts = limits.num_drafts
         self._lengths = np.zeros(limits.num_slots, np.int64)
@@ -87,6 +104,7 @@ class SimulatedDevice:
 
     def submit(self, plan: StepPlan) -> None:
         assert (plan.kind, plan.bucket) in self._buckets, f"{plan.bucket} is not compiled"
+        self._check_tail(plan)
         self.in_flight.append(plan)
         self.kinds.append(plan.kind)
 
@@ -98,6 +116,19 @@ class SimulatedDevice:
         for source, destination in plan.snapshots.tolist():
             self._slots[destination] = self._slots[source]
         return result
+
+    def _check_tail(self, plan: StepPlan) -> None:
+        """The tail of a step has a compiled size that holds it."""
+        self.tails.append(None if plan.tail is None else plan.tail.num_tokens)
+        if plan.tail is not None:
+            assert plan.kind is StepKind.PREFILL and self._replay is not None
+            assert plan.tail.num_tokens in self._replay.sizes(plan.bucket)
+            positions = np.repeat(plan.starts - np.cumsum(plan.num_tokens), plan.num_tokens)
+            positions += np.repeat(plan.num_tokens, plan.num_tokens)
+            positions += np.arange(len(positions))
+            in_tail = positions >= np.repeat(plan.tail.starts, plan.num_tokens)
+            self.num_left_out += int((~in_tail).sum())
+            assert not plan.tail.num_tokens or in_tail.sum() <= plan.tail.num_tokens
 
     def _run(self, step: PackedStep, plan: StepPlan) -> StepResult:
         """Tokens that the rows in use sample, and how sure the device is of its next drafts."""
@@ -149,11 +180,11 @@ class SimulatedDevice:
         """What the row will sample next, and now and then something else."""
         slot = int(step.slots[row])
         length = int(self._lengths[slot])
-        _, digest = self._slots[slot][length % (ROLLBACK_MAX + 1)].tolist()
+        _, digest, _, tail = self._slots[slot][length % (ROLLBACK_MAX + 1)].tolist()
         token = int(self._sampled[slot])
         for place in range(self._num_drafts):
-            digest = _extend(digest, token)
-            token = _sample(digest, length + place + 1, self._sampling_of(step, row))
+            digest, tail = _extend(digest, token), _extend(tail, token)
+            token = _sample(digest, length + place + 1, self._sampling_of(step, row), tail)
             if digest % 5 == 0:
                 token = (token + 1) % VOCAB_SIZE
             self._drafts[slot, place] = token
@@ -177,7 +208,8 @@ class SimulatedDevice:
         slot, table = int(step.slots[row]), step.block_tables[row]
         assert slot > 0, "the padding slot was given to a sequence"
         ring = self._slots[slot]
-        num_seen, seen = ring[start % len(ring)].tolist() if start else (0, _EMPTY)
+        begun = ring[start % len(ring)].tolist() if start else (0, _EMPTY, 0, _EMPTY)
+        num_seen, seen, tail_start, tail = begun
         assert num_seen == start, (
             f"slot {slot} has seen {num_seen} tokens, the row starts at {start}"
         )
@@ -185,13 +217,26 @@ class SimulatedDevice:
         for position in range(start):
             digest = _extend(digest, int(self._pool[self._place(table, position)]))
         assert digest == seen, f"the blocks of row {row} do not hold what slot {slot} has seen"
+        wanted = 0 if step.tail_starts is None else int(step.tail_starts[row])
+        if step.tail_starts is None:
+            wanted = tail_start
+            assert tail_start == 0 or 0 < tail_start <= start - WINDOW + 1, (
+                f"an exact step at {start} looks behind the start of a tail, {tail_start}"
+            )
+        elif start > wanted:
+            assert tail_start == wanted, f"slot {slot} has a tail from {tail_start}, not {wanted}"
         sampled: list[int] = []
         for position, token in enumerate(tokens, start):
             self._pool[self._place(table, position)] = token
             digest = _extend(digest, token)
-            ring[(position + 1) % len(ring)] = position + 1, digest
+            if position < wanted:
+                tail_start, tail = _NO_TAIL, _NO_TAIL
+            else:
+                tail = _extend(_EMPTY if position == wanted else tail, token)
+                tail_start = wanted
+            ring[(position + 1) % len(ring)] = position + 1, digest, tail_start, tail
             number = position - start
-            token = _sample(digest, position + 1, self._sampling_of(step, row))
+            token = _sample(digest, position + 1, self._sampling_of(step, row), tail)
             if step.kind is StepKind.DECODE:
                 token = self._chosen(plan, row, tokens[1 : number + 1], token)
             elif number == len(tokens) - 1:
@@ -243,7 +288,9 @@ class CheckedEngine:
         seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
         self._requests[name] = request
         self.outputs[name] = []
-        self.expected[name] = expected_tokens(request, seed, self.length_max)
+        replay = self.engine.limits.replay
+        tail_start = 0 if replay is None else replay.tail_start(len(prompt))
+        self.expected[name] = expected_tokens(request, seed, self.length_max, tail_start)
         self.check()
         return name
 
@@ -382,6 +429,7 @@ def make_limits(
     in_flight_max: int = 1,
     num_snapshots: int = 0,
     num_drafts: int = 0,
+    replay: ReplayRule | None = None,
 ) -> EngineLimits:
     """Limits with blocks of four tokens."""
     return EngineLimits(
@@ -395,6 +443,7 @@ def make_limits(
         in_flight_max=in_flight_max,
         num_snapshots=num_snapshots,
         num_drafts=num_drafts,
+        replay=replay,
     )
 
 
