@@ -106,8 +106,7 @@ def forward(
             own = sources[layer.layer_index]
             sources[layer.layer_index] = _compressed(x, layer_parameters, layer, own, here)
         if replay is not None and layer.layer_index == model.topology.num_encoder_layers:
-            if replay.num_tail_tokens:
-                check_upper_layers(model.topology)
+            check_upper_layers(model.topology, drops_tokens=replay.num_tail_tokens > 0)
             step, x, residual, features = _upper_step(step, batch, replay, x, residual, features)
             here = step.of_layer(layer.layer_index)
         out, rings[layer.layer_index], selection = attention(

@@ -35,11 +35,10 @@ def check_replay(
             f"replay keeps the last {num_kept} tokens of a prompt; expected at least {least}: a "
             f"window of {config.sliding_window} and the {ROLLBACK_MAX} that a step may take back"
         )
-    if drops_tokens:
-        check_upper_layers(topology)
+    check_upper_layers(topology, drops_tokens=drops_tokens)
 
 
-def check_upper_layers(topology: Topology) -> None:
+def check_upper_layers(topology: Topology, *, drops_tokens: bool) -> None:
     """The tail alone cannot pass an Engram, whose n-grams were formed for all tokens.
 
     Raises:
@@ -47,7 +46,7 @@ def check_upper_layers(topology: Topology) -> None:
     """
     upper = topology.layers[topology.num_encoder_layers :]
     with_engram = [layer.layer_index for layer in upper if layer.engram_index is not None]
-    if with_engram:
+    if drops_tokens and with_engram:
         raise ReplayError(
             f"layers {with_engram} have an Engram and lie above the last KV source; a prompt's "
             "tail cannot run alone there; expected replay that masks and does not leave out"

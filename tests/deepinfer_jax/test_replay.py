@@ -16,6 +16,7 @@ import pytest
 from deepinfer_jax.batch import Replay, StepBatch, StepShape, last_tokens, pack
 from deepinfer_jax.cache import KVCache
 from deepinfer_jax.model import Weights, forward, logits, upper_batch
+from deepinfer_jax.replay import ReplayError, check_replay
 from deepinfer_jax.steps import compile_step
 from deepinfer_jax.topology import Topology
 from tests.deepinfer_jax import golden_model
@@ -210,5 +211,20 @@ def test_an_engram_above_the_split_is_refused(ids: np.ndarray) -> None:
     arrays |= {name: np.zeros(2, np.int32) for name in ("tail_starts", "visible_starts")}
     batch = StepBatch.unpack(jnp.asarray(pack(arrays, shape)), shape)
     cache = golden_model.layout(model).zeros()
-    with pytest.raises(ValueError, match=r"layers \[7\] have an Engram"):
+    with pytest.raises(ReplayError, match=r"layers \[7\] have an Engram"):
         jax.eval_shape(lambda: forward(odd, weights, cache, batch, replay=shape.replay))
+    with pytest.raises(ReplayError, match=r"layers \[7\] have an Engram"):
+        check_replay(model.config, odd.topology, 14, drops_tokens=True)
+    check_replay(model.config, odd.topology, 14, drops_tokens=False)
+
+
+def test_what_a_model_cannot_replay_is_refused() -> None:
+    """Windows of 8 tokens, and 6 that may be taken back."""
+    config = golden_model.load("noq")[0].config
+    topology = Topology.of(config)
+    check_replay(config, topology, 14, drops_tokens=True)
+    with pytest.raises(ReplayError, match="keeps the last 13 tokens of a prompt; .* at least 14"):
+        check_replay(config, topology, 13, drops_tokens=True)
+    no_split = tuple(dataclasses.replace(layer, is_encoder=True) for layer in topology.layers)
+    with pytest.raises(ReplayError, match="must pass all of its layers"):
+        check_replay(config, Topology(no_split), 14, drops_tokens=False)

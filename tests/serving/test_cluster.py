@@ -21,6 +21,7 @@ from serving.cluster import (
 from serving.config import EngineOptions, ServingConfig
 from serving.core.buckets import Bucket, StepKind
 from serving.core.cost import PrefillCost
+from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.request import Request, SamplingParams
 from serving.nodes import messages
 from serving.nodes.messages import Message
@@ -100,7 +101,20 @@ def test_batch_invariant_steps_are_whole_tiles_for_the_same_rows() -> None:
     assert list(buckets.of(StepKind.DECODE)) == decode
 
 
+def test_replay_of_the_options_is_that_of_the_engine() -> None:
+    for name in ("mask", "compact"):
+        options = EngineOptions(replay=name, replay_keep=150)
+        rule = ReplayRule(ReplayMode(name), 150)
+        assert plan_capacity(options).replay == rule
+        assert make_engine(options, FACTS, random.Random(0)).limits.replay == rule
+    assert plan_capacity(EngineOptions(replay_keep=150)).replay is None
+
+
 def test_impossible_capacities_are_refused() -> None:
+    small = EngineOptions(replay="compact", prefill_tokens=(64, 279))
+    with pytest.raises(ConfigError, match="largest of engine.prefill_tokens 279; .* at least 280"):
+        plan_capacity(small)
+    plan_capacity(replace(small, replay="mask"))
     with pytest.raises(ConfigError, match="max_context is 500; expected a multiple of 128"):
         plan_capacity(EngineOptions(max_context=500))
     with pytest.raises(ConfigError, match="num_blocks is 32; expected at least 33"):

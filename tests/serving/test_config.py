@@ -58,6 +58,8 @@ def test_model_directory_and_name() -> None:
         ("engine.prefill_rows=0", "prefill_rows"),
         ("engine.prefill_time_budget_ms=-1", "prefill_time_budget_ms: received -1.*expected 0 to"),
         ("engine.prefill_time_budget_ms=nan", "prefill_time_budget_ms"),
+        ("engine.replay=half", "replay.*off.*mask.*compact"),
+        ("engine.replay_keep=0", "replay_keep: received 0; expected 1 to"),
         ("engine.waiting_max=0", "waiting_max"),
         ("engine.step_timeout_s=0", "step_timeout_s"),
         ("engine.step_timeout_s=inf", "step_timeout_s: received inf; expected more than 0"),

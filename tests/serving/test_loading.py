@@ -20,6 +20,7 @@ from deepinfer_jax.steps import Watch
 from serving.config import ServingConfig
 from serving.core.buckets import TILE_TOKENS, Bucket, StepKind
 from serving.core.image_layout import ImageGeometry
+from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.request import ConstraintKind, OutputConstraint
 from serving.core.step_plan import StepPlan, StepResult
 from serving.loading import load_model
@@ -67,6 +68,8 @@ def test_configuration_reaches_the_executor(
         engine__decode_rows=[3],
         engine__has_drafts=True,
         engine__prefill_time_budget_ms=50.0,
+        engine__replay="compact",
+        engine__replay_keep=99,
         engine__num_blocks=40,
         engine__max_context=256,
     )
@@ -79,7 +82,8 @@ def test_configuration_reaches_the_executor(
     ]
     lines.clear()
     directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report, *rest = made[0]
-    assert (directory, cache_format, rest) == (MODEL_DIR, "noq", ["device", True, 0])
+    rule = ReplayRule(ReplayMode.COMPACT, 99)
+    assert (directory, cache_format, rest) == (MODEL_DIR, "noq", ["device", True, 0, rule])
     assert set(buckets.of(StepKind.DECODE)) == DRAFTING
     assert (num_blocks, num_slots) == (40, 4 + 5), "three rows, padding and five snapshots"
     assert mesh_plan.num_devices == 1
@@ -104,7 +108,7 @@ def test_configuration_reaches_the_executor(
     plain = load_model(override(config, {"engine.prefill_time_budget_ms": 0.0}), lines.append)
     assert plain.facts.prefill_cost is None
     load_model(configured(model__engram="host", engine__batch_invariant=True), lines.append)
-    assert made[-1][-3:] == ("host", False, TILE_TOKENS)
+    assert made[-1][-4:] == ("host", False, TILE_TOKENS, None)
 
 
 def test_drafts_need_engram_tables_on_the_device() -> None:

@@ -146,6 +146,35 @@ def test_only_snapshots_that_were_never_used_are_dropped() -> None:
     assert {index.reserve_slot(), index.reserve_slot(), index.reserve_slot()} == {5, 6, None}
 
 
+def test_a_snapshot_serves_equal_tails_and_later_ones() -> None:
+    """Blocks of four; a sequence whose tail starts at 6 left the states at 8 and at 4."""
+    index = PrefixIndex([5, 6, 7])
+    keys = chain(list(range(8)))
+    for block, key in enumerate(keys, 1):
+        index.name(key, block)
+    for key, tail_start in zip(keys, (None, 6), strict=True):
+        slot = index.reserve_slot()
+        assert slot is not None and index.keep_snapshot(key, slot, tail_start)
+    usable = {start: index.num_usable(keys, start, start // 4) for start in (0, 3, 4, 6, 7, 8, 20)}
+    assert usable == {0: 0, 3: 0, 4: 1, 6: 2, 7: 1, 8: 2, 20: 2}
+
+
+def test_a_snapshot_gives_way_to_one_of_another_tail() -> None:
+    index = PrefixIndex([5, 6])
+    (key,) = chain(list(range(4)))
+    index.name(key, 1)
+    kept = []
+    # None serves every later tail, and so does any other, which serves equal tails too.
+    for tail_start in (None, None, 2, 2, None, 3, 3):
+        slot = index.reserve_slot()
+        assert slot is not None
+        kept.append(index.keep_snapshot(key, slot, tail_start))
+    assert kept == [True, False, True, False, False, True, False]
+    assert (index.num_usable([key], 3), index.num_usable([key], 2)) == (1, 0)
+    assert index.num_used_snapshots == 1
+    assert index.reserve_slot() is not None, "what gave way is free"
+
+
 def test_two_blocks_cannot_have_one_name() -> None:
     index = PrefixIndex([])
     index.name(b"key", 1)

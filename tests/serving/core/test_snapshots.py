@@ -16,10 +16,10 @@ def make_table(num_snapshots: int = 3) -> RunningTable:
     return RunningTable(4, 20, block_size=4, context_blocks_max=8, num_snapshots=num_snapshots)
 
 
-def enter(table: RunningTable, sequence_id: int, length: int = 14) -> int:
+def enter(table: RunningTable, sequence_id: int, length: int = 14, tail_start: int = 0) -> int:
     prompt = np.arange(sequence_id, sequence_id + length, dtype=np.int32)
     request = Request(f"request-{sequence_id}", tuple(prompt.tolist()), SamplingParams())
-    sequence = Sequence(sequence_id, request, prompt, 1, (), length_limit=30)
+    sequence = Sequence(sequence_id, request, prompt, 1, (), 30, tail_start=tail_start)
     table.enter(sequence, table.num_usable_blocks(sequence))
     assert table.claim(sequence.row, length)
     return sequence.row
@@ -47,6 +47,25 @@ def test_prompts_are_copied_at_their_cuts_and_output_at_every_boundary() -> None
     assert plan(copies, 2, rows, [15, 16], False) == [[rows[1], 6]]
     # Every slot waits for its step.
     assert plan(copies, 3, rows, [16, 20], False) == []
+
+
+def test_a_prompt_with_a_tail_is_cut_before_it_too() -> None:
+    table = make_table()
+    copies = SnapshotCopies(table)
+    row = enter(table, 0, tail_start=7)
+    assert table.cuts[row].tolist() == [0, 4, 12]
+    for step, end in enumerate((4, 12)):
+        assert len(plan(copies, step, [row], [end], True)) == 1
+        advance(table, row, end)
+        copies.settle(step)
+    sequence = table.sequences[row]
+    assert sequence is not None
+    keys = sequence.keys(3, 4)
+    # The first state has nothing of the tail, the second one is for equal tails and later ones.
+    assert table.prefixes.num_usable(keys, 5, 1) == 1
+    assert table.prefixes.num_usable(keys, 7, 1) == 3
+    # A prompt that parts inside its tail is cut before that.
+    assert table.cuts[enter(table, 0, tail_start=6)].tolist() == [4, 4, 12]
 
 
 def test_without_slots_nothing_is_copied() -> None:

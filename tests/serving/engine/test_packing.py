@@ -4,10 +4,13 @@ Method: a small plan with distinct values in every column, compared array by arr
 written out by hand, and read a second time from the shared buffer by the layout.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from serving.core.buckets import Bucket, StepKind
+from serving.core.replay import StepTail
 from serving.core.step_plan import StepPlan
 from serving.engine.packing import layout, pack
 
@@ -68,6 +71,22 @@ def test_the_buffer_holds_every_array_where_the_layout_says() -> None:
         values = buffer[offset:stop].view(dtype).reshape(shape)
         np.testing.assert_array_equal(values, EXPECTED[name][0], err_msg=name)
     assert stop == len(buffer)
+
+
+def test_a_tail_adds_its_columns_before_the_block_tables() -> None:
+    tail = StepTail(3, np.array([130, 1], np.int32))
+    step = pack(replace(make_plan(), tail=tail))
+    assert (step.num_tail_tokens, pack(make_plan()).num_tail_tokens) == (3, None)
+    np.testing.assert_array_equal(step.tail_starts, [130, 1, 0, 0])
+    np.testing.assert_array_equal(step.visible_starts, [0, 0, 0, 0])
+    places = layout(BUCKET, has_tail=True)
+    assert list(places)[-3:] == ["visible_starts", "tail_starts", "block_tables"]
+    offset, shape, dtype = places["tail_starts"]
+    np.testing.assert_array_equal(step.buffer[offset : offset + 4].view(dtype), [130, 1, 0, 0])
+    for name, (values, _) in EXPECTED.items():
+        offset, shape, dtype = places[name]
+        array = step.buffer[offset : offset + int(np.prod(shape))].view(dtype).reshape(shape)
+        np.testing.assert_array_equal(array, values, err_msg=name)
 
 
 def test_packed_steps_share_no_memory() -> None:

@@ -1,0 +1,140 @@
+"""Goal: with bounded replay the real model answers the same however a prompt is computed: its other
+tokens left out or only hidden, cold or from a prefix, in any chunks, preempted or not.
+
+Method: one executor with drafts and every program of a rule, whose masked steps are the oracle of
+those that leave tokens out; engines that differ in what they share, in company and in memory.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepinfer_jax.replay import ReplayError
+from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.replay import ReplayMode, ReplayRule
+from serving.core.request import Request, SamplingParams
+from serving.engine.engine import Engine, EngineLimits, run_step
+from serving.engine.jax_executor import JaxExecutor
+from sharding.plan import load_plan
+
+DIRECTORY = Path(__file__).parents[2] / "golden" / "tiny-v41"
+BUCKETS = BucketTable({StepKind.PREFILL: [Bucket(2, 40, 2)], StepKind.DECODE: [Bucket(3, 12, 2)]})
+NUM_SLOTS, NUM_SNAPSHOTS, NUM_BLOCKS = 5, 4, 12
+# The model's window has 8 tokens.
+COMPACT = ReplayRule(ReplayMode.COMPACT, 16)
+MASK = ReplayRule(ReplayMode.MASK, 16)
+
+
+@pytest.fixture(scope="module")
+def executor() -> JaxExecutor:
+    """An unquantised cache, so that no value near a rounding midpoint can flip."""
+    plan = load_plan("single")
+    num_slots = NUM_SLOTS + NUM_SNAPSHOTS
+    return JaxExecutor(
+        DIRECTORY, "noq", BUCKETS, NUM_BLOCKS, num_slots, plan, has_drafts=True, replay=COMPACT
+    )
+
+
+def make_engine(
+    executor: JaxExecutor,
+    replay: ReplayRule | None,
+    num_snapshots: int = 0,
+    num_blocks: int = NUM_BLOCKS,
+) -> Engine:
+    limits = EngineLimits(
+        num_blocks=num_blocks,
+        num_slots=NUM_SLOTS,
+        context_max=256,
+        vocab_size=executor.model_config.vocab_size,
+        eos_token_id=None,
+        num_snapshots=num_snapshots,
+        in_flight_max=2,
+        num_drafts=executor.num_drafts,
+        replay=replay,
+    )
+    return Engine(limits, BUCKETS, random.Random(7))
+
+
+def run(
+    engine: Engine, executor: JaxExecutor, prompts: Sequence[Sequence[int]], max_tokens: int = 16
+) -> tuple[list[list[int]], list[int]]:
+    """Greedy tokens of prompts that run together, and the tokens of each that were not computed."""
+    sampling = SamplingParams(max_tokens, temperature=0.0)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    cached = [0] * len(prompts)
+    for index, prompt in enumerate(prompts):
+        engine.admit(Request(str(index), tuple(prompt), sampling))
+    while engine.has_work:
+        for delta in run_step(engine, executor):
+            outputs[int(delta.request_id)] += delta.token_ids
+            cached[int(delta.request_id)] = delta.num_cached_tokens
+    return outputs, cached
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of 140, 150, 131 and 60 tokens; the first three begin alike."""
+    source = np.random.default_rng(11)
+    long = source.integers(3, 300, 150).tolist()
+    return [long[:140], long, long[:131], source.integers(3, 300, 60).tolist()]
+
+
+@pytest.fixture(scope="module")
+def cold(executor: JaxExecutor, prompts: list[list[int]]) -> list[list[int]]:
+    """What each prompt is answered alone."""
+    return [run(make_engine(executor, COMPACT), executor, [p])[0][0] for p in prompts]
+
+
+def test_hidden_and_left_out_tokens_give_the_same_answers(
+    executor: JaxExecutor, prompts: list[list[int]], cold: list[list[int]]
+) -> None:
+    masked = [run(make_engine(executor, MASK), executor, [p])[0][0] for p in prompts]
+    assert cold == masked
+    exact = [run(make_engine(executor, None), executor, [p])[0][0] for p in prompts]
+    assert exact != masked
+
+
+def test_prompts_that_are_all_tail_are_answered_as_by_the_exact_model(
+    executor: JaxExecutor, prompts: list[list[int]]
+) -> None:
+    short = [prompts[0][:n] for n in (1, 9, 16)]
+    exact, _ = run(make_engine(executor, None), executor, short)
+    assert run(make_engine(executor, COMPACT), executor, short)[0] == exact
+
+
+def test_tokens_do_not_depend_on_prefixes(
+    executor: JaxExecutor, prompts: list[list[int]], cold: list[list[int]]
+) -> None:
+    """A state at 128 of the first prompt, whose tail starts at 124, serves itself and the longer
+    one; the one of 131 tokens, whose tail starts at 115, leaves its own there.
+    """
+    engine = make_engine(executor, COMPACT, NUM_SNAPSHOTS)
+    for index, num_cached in ((0, 0), (0, 128), (1, 128), (2, 0), (2, 128), (0, 0), (1, 128)):
+        outputs, cached = run(engine, executor, [prompts[index]])
+        assert (outputs[0], cached[0]) == (cold[index], num_cached), index
+
+
+def test_tokens_do_not_depend_on_chunks(
+    executor: JaxExecutor, prompts: list[list[int]], cold: list[list[int]]
+) -> None:
+    assert run(make_engine(executor, COMPACT), executor, prompts)[0] == cold
+
+
+def test_tokens_do_not_depend_on_preemption(
+    executor: JaxExecutor, prompts: list[list[int]], cold: list[list[int]]
+) -> None:
+    """Three prompts that fill a block each need a second one as they go on."""
+    some = [prompt[:120] for prompt in (prompts[0], prompts[0][5:], prompts[0][9:])]
+    alone = [run(make_engine(executor, COMPACT), executor, [p])[0][0] for p in some]
+    engine = make_engine(executor, COMPACT, num_blocks=5)
+    assert run(engine, executor, some)[0] == alone
+    assert engine.status().num_preemptions > 0
+
+
+def test_a_rule_that_the_model_cannot_follow_is_refused_before_anything_is_compiled() -> None:
+    rule = ReplayRule(ReplayMode.COMPACT, 13)
+    with pytest.raises(ReplayError, match="engine.replay_keep 13: .* expected at least 14"):
+        JaxExecutor(DIRECTORY, "kvq", BUCKETS, 12, 5, load_plan("single"), replay=rule)
