@@ -36,23 +36,21 @@ def configured(**changes: object) -> ServingConfig:
 DRAFTING = {Bucket(3, 3, 2), Bucket(3, 9, 2), Bucket(3, 18, 2)}
 
 
-def test_configuration_reaches_the_executor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    made: list[tuple[Any, ...]] = []
+def recording_executor(made: list[tuple[Any, ...]], directory: Path) -> Any:
+    """A class in place of the executor, which keeps what it is made with in `made`."""
 
     class Recorder:
         model_config = SimpleNamespace(vocab_size=320, max_position_embeddings=99, eos_token_id=1)
         image_geometry = ImageGeometry(318, 14, 3, 64, 1764)
         num_drafts = 5
-        cache_directory = tmp_path / "compiled"
+        cache_directory = directory
         identity = {"device": "recorder"}
         num_submitted = 0
         program_texts = staticmethod(lambda: iter(["HloModule jit_step"]))
 
         def __init__(self, *arguments: object, watch: Watch, **options: object) -> None:
             with watch("a step"):
-                made.append((*arguments, *options.values()))
+                made.append((*arguments, options))
 
         def submit(self, plan: StepPlan) -> None:
             Recorder.num_submitted += 1
@@ -60,6 +58,15 @@ def test_configuration_reaches_the_executor(
         def collect(self) -> StepResult:
             return StepResult(-1, np.zeros(0, np.int32))
 
+    return Recorder
+
+
+def test_configuration_reaches_the_executor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    Recorder = recording_executor(made, tmp_path / "compiled")
     monkeypatch.setattr(serving.engine.jax_executor, "JaxExecutor", Recorder)
     lines: list[str] = []
     config = configured(
@@ -81,9 +88,11 @@ def test_configuration_reaches_the_executor(
         "prefill steps",
     ]
     lines.clear()
-    directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, report, *rest = made[0]
+    directory, cache_format, buckets, num_blocks, num_slots, mesh_plan, options = made[0]
+    report = options.pop("report")
     rule = ReplayRule(ReplayMode.COMPACT, 99)
-    assert (directory, cache_format, rest) == (MODEL_DIR, "noq", ["device", True, 0, rule])
+    assert (directory, cache_format) == (MODEL_DIR, "noq")
+    assert options == {"engram": "device", "has_drafts": True, "tile_tokens": 0, "replay": rule}
     assert set(buckets.of(StepKind.DECODE)) == DRAFTING
     assert (num_blocks, num_slots) == (40, 4 + 5), "three rows, padding and five snapshots"
     assert mesh_plan.num_devices == 1
@@ -108,7 +117,9 @@ def test_configuration_reaches_the_executor(
     plain = load_model(override(config, {"engine.prefill_time_budget_ms": 0.0}), lines.append)
     assert plain.facts.prefill_cost is None
     load_model(configured(model__engram="host", engine__batch_invariant=True), lines.append)
-    assert made[-1][-4:] == ("host", False, TILE_TOKENS, None)
+    options = made[-1][-1]
+    assert (options["engram"], options["has_drafts"]) == ("host", False)
+    assert (options["tile_tokens"], options["replay"]) == (TILE_TOKENS, None)
 
 
 def test_drafts_need_engram_tables_on_the_device() -> None:
