@@ -6,8 +6,8 @@ group of weights, bytes that a sequence keeps, and multiply-adds and bytes read 
 *Active* parameters are those that one token multiplies with: of the routed experts its own few, of
 the embedding and the Engram tables none, since their rows are copied. A decoded token passes all
 layers and the head. A prefilled token needs only the encoder layers and what makes the entries of
-the last KV source; the layers above matter for the last few tokens of a prompt, which are not
-counted.
+the last KV source; the layers above matter for the last few tokens of a prompt, if replay is
+bounded (`deepinfer_jax/replay.py`), and are counted for whole prompts (`prompt_products`).
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from deepinfer_jax.cache import CacheLayout
+from deepinfer_jax.cache import ROLLBACK_MAX, CacheLayout
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.parameter_table import ParameterSpec, parameter_table
 from deepinfer_jax.precision import CacheFormat, Precision
@@ -176,6 +176,22 @@ class ModelSize:
     def num_in_part(self, part: str) -> int:
         """Parameters of "text", "draft" or "vision"."""
         return sum(g.num_parameters for g in self.groups if g.part == part)
+
+    @property
+    def num_kept_min(self) -> int:
+        """The fewest tokens of a prompt that bounded replay may keep."""
+        return self.config.sliding_window + ROLLBACK_MAX
+
+    def prompt_products(self, num_tokens: int, num_kept: int | None = None) -> int:
+        """Operations with weights of a prompt, whose last token alone passes the head.
+
+        Args:
+            num_kept: with bounded replay, the tokens that pass the upper layers; None for all.
+        """
+        head = sum(g.active_decode for g in self.groups if (g.part, g.group) == ("text", "head"))
+        upper = self.active_decode - self.active_prefill - head
+        num_in_tail = num_tokens if num_kept is None else min(num_kept, num_tokens)
+        return 2 * (num_tokens * self.active_prefill + num_in_tail * upper + head)
 
     def decode_flops(self, context: int) -> DecodeFlops:
         """Operations of a token whose context, itself included, is `context` tokens."""

@@ -79,6 +79,14 @@ class ModelPlan:
             "flops_per_token": {c: sum(parts) for c, parts in flops.items()},
             "flops_per_token_parts": {c: parts._asdict() for c, parts in flops.items()},
             "flops_per_prefilled_token_products": 2 * size.active_prefill,
+            "replay_keep_min": size.num_kept_min,
+            "flops_per_prompt_products": {
+                str(c): {
+                    "exact": size.prompt_products(c),
+                    "replay": size.prompt_products(c, size.num_kept_min),
+                }
+                for c in self.contexts
+            },
             "read_bytes_per_token": {c: sum(parts) for c, parts in reads.items()},
             "read_bytes_per_token_parts": {c: parts._asdict() for c, parts in reads.items()},
             "groups": [asdict(group) for group in size.groups],
@@ -143,11 +151,26 @@ class ModelPlan:
     def _costs(self) -> str:
         flops = {context: self.size.decode_flops(context) for context in self.contexts}
         reads = {context: self.size.decode_reads(context) for context in self.contexts}
-        prefill = _scaled(2 * self.size.active_prefill, "FLOP")
         return (
             f"{_cost_table('operations of a decoded token', flops, 'FLOP')}\n\n"
-            f"{_cost_table('read for it, alone in a step', reads, 'B')}\n\n"
-            f"A prefilled token costs {prefill} of products."
+            f"{_cost_table('read for it, alone in a step', reads, 'B')}\n\n{self._prompts()}"
+        )
+
+    def _prompts(self) -> str:
+        """What prompts cost, with and without bounded replay."""
+        size, kept = self.size, self.size.num_kept_min
+        rows = [
+            (
+                f"  of {context:,}",
+                _scaled(size.prompt_products(context), "FLOP"),
+                _scaled(size.prompt_products(context, kept), "FLOP"),
+            )
+            for context in self.contexts
+        ]
+        header = ("products of a prompt", "exact", f"replay of {kept}")
+        return (
+            f"{_table(header, rows)}\n"
+            f"A token before the replayed ones costs {_scaled(2 * size.active_prefill, 'FLOP')}."
         )
 
 
@@ -184,7 +207,7 @@ def _count(number: int) -> str:
 
 
 def _scaled(number: int, unit: str) -> str:
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {prefix}{unit}"
     return f"{number} {unit}"

@@ -62,6 +62,22 @@ def test_released_totals_are_the_published_ones() -> None:
     assert everything == sum(g.num_parameters for g in size.groups)
 
 
+def test_products_of_a_prompt() -> None:
+    """16.1 B parameters a token, 7.9 B before the last ones; the head's 0.66 B once."""
+    size = released()
+    assert size.num_kept_min == 134
+    exact, bounded = size.prompt_products(65536), size.prompt_products(65536, 140)
+    assert round(exact / 65536 / 2e9, 1) == 15.5
+    assert round(bounded / 65536 / 2e9, 1) == 7.9
+    # What is left out passes no upper layer.
+    upper = (exact - bounded) / 2 / (65536 - 140)
+    assert round(upper / 1e9, 2) == 7.57
+    assert size.prompt_products(140, 140) == size.prompt_products(140)
+    head = 129280 * 5120
+    assert size.prompt_products(1) == 2 * size.active_decode
+    assert size.prompt_products(2) == 2 * (2 * size.active_decode - head)
+
+
 def test_active_parameters_by_hand() -> None:
     expert = 3 * 2304 * 5120
     attention = (1280 + 512) * 5120 + 32768 * 1280 + 8192 * 4096 + 5120 * 8192

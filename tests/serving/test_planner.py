@@ -43,6 +43,10 @@ def test_figures_of_the_released_model(released: ModelPlan) -> None:
     reads = figures["read_bytes_per_token"]
     assert reads.keys() == flops.keys()
     assert round(reads["1048576"] / 1e9, 1) == 13.2
+    assert figures["replay_keep_min"] == 134
+    prompts = figures["flops_per_prompt_products"]
+    assert prompts.keys() == flops.keys()
+    assert [round(prompts["65536"][name] / 1e15, 2) for name in ("exact", "replay")] == [2.03, 1.04]
 
 
 def test_parts_add_up(released: ModelPlan) -> None:
@@ -63,6 +67,8 @@ def test_text_of_the_released_model(released: ModelPlan) -> None:
     assert ["text routed experts", "92,160", "543.6 B", "288.8 GB", "56.6 %"] in cells
     assert ["growing, per token", "890"] in cells
     assert ["at 1,048,576", "32.3 GFLOP", "3.2 GFLOP", "22.0 GFLOP", "57.5 GFLOP"] in cells
+    assert ["products of a prompt", "exact", "replay of 134"] in cells
+    assert ["of 4,096", "126.7 TFLOP", "66.7 TFLOP"] in cells
     assert "510,286,023,000 bytes" in released.text()
     # Columns line up: the numbers of a table end where its header does.
     lines = released.text().splitlines()
