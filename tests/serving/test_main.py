@@ -20,6 +20,7 @@ import pytest
 
 import serving.__main__ as command_line
 from serving.config import ServingConfig
+from serving.engine.jax_executor import JaxExecutor
 from sharding.config_file import ConfigError
 from tests.serving.frontend.alphabet import wait_for
 from tests.serving.running_service import MODEL_DIR
@@ -123,6 +124,58 @@ def test_truncated_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         cut = len(content) // 2 if file.name == "model.safetensors" else len(content)
         (model / file.name).write_bytes(content[:cut])
     assert "model.safetensors" in run_main(["--model", str(model), "--port", "0"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "words"),
+    [
+        (
+            "model.safetensors",
+            b'"layers.0.attn.wo_a.scale":{"dtype":"F8_E8M0","shape":[2,4]',
+            b'"layers.0.attn.wo_a.scale":{"dtype":"F8_E8M0","shape":[4,2]',
+            "layers.0.attn.wo_a.scale is F8_E8M0 [4, 2], expected F8_E8M0 [2, 4]",
+        ),
+        (
+            "model.safetensors",
+            b'"norm.weight":{"dtype":"BF16"',
+            b'"norm.weight":{"dtype":"FP16"',
+            "tensor norm.weight has dtype 'FP16'; expected one of",
+        ),
+        (
+            "config.json",
+            b'"engram_compressed_vocab_size": 272',
+            b'"engram_compressed_vocab_size": 273',
+            "the tokenizer has 272 token classes; expected 273",
+        ),
+    ],
+)
+def test_checkpoints_that_do_not_fit_are_refused_before_anything_is_allocated(
+    name: str,
+    old: bytes,
+    new: bytes,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for file in MODEL_DIR.iterdir():
+        content = file.read_bytes()
+        assert file.name != name or content.count(old) == 1
+        (tmp_path / file.name).write_bytes(content.replace(old, new))
+
+    def allocate(*arguments: object) -> None:
+        raise AssertionError("something is put on a device although the checkpoint is bad")
+
+    monkeypatch.setattr(JaxExecutor, "_allocate", allocate)
+    monkeypatch.setattr(JaxExecutor, "_place", allocate)
+    assert words in run_main(["--model", str(tmp_path), "--port", "0"], capsys)
+
+
+def test_replay_that_the_model_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "engine.replay=compact", "--set", "engine.replay_keep=13", "--port", "0"]
+    line = run_main(options, capsys)
+    assert "engine.replay_keep 13: replay keeps the last 13 tokens" in line
+    assert "expected at least 14: a window of 8 and the 6" in line
 
 
 def test_generate_with_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
