@@ -325,8 +325,9 @@ class JaxExecutor:
         self, buckets: BucketTable, replay: ReplayRule | None, report: Report
     ) -> dict[tuple[StepKind, Bucket, int | None], CompiledStep]:
         steps: list[tuple[StepKind, Bucket, int | None]] = [(*each, None) for each in buckets]
-        for bucket in () if replay is None else buckets.of(StepKind.PREFILL):
-            steps += [(StepKind.PREFILL, bucket, size) for size in replay.sizes(bucket)]
+        if replay is not None:
+            for bucket in buckets.of(StepKind.PREFILL):
+                steps += [(StepKind.PREFILL, bucket, size) for size in replay.sizes(bucket)]
         shapes = {step: shape_of(*step) for step in steps}
         for (_, bucket, _), shape in shapes.items():
             check_layout(bucket, shape)
