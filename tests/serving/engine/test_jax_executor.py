@@ -284,7 +284,7 @@ def test_host_rows_are_fetched_while_a_step_runs(
         sent.append(np.asarray(more["engram_rows"]))
         return ReportedResult(Running(), None, None), cache  # type: ignore[arg-type]
 
-    monkeypatch.setattr(host_executor, "compiled", lambda kind, bucket: step)
+    monkeypatch.setattr(host_executor, "compiled", lambda *key: step)
     monkeypatch.setattr(host_executor, "_in_flight", deque())
     monkeypatch.setattr(host_executor, "_unread", deque())
     engine = _engine(host_executor, in_flight_max=2)
