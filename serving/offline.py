@@ -9,7 +9,8 @@
 A row of a prompt file is a JSON object with one of `prompt` (text), `messages` (chat) and
 `prompt_token_ids`, and optional sampling fields under the names of `SamplingParams`. A field
 `guided_json`, `guided_regex`, `guided_choice` or `guided_grammar` gives the output a form, and one
-with a smaller `priority` is generated first.
+with a smaller `priority` is generated first. A row with `n` has that many outputs, one after
+another, each on a line of its own.
 """
 
 import operator
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 from serving.cluster import make_engine
 from serving.config import COUNT_MAX, ServingConfig, load_config
+from serving.core.forking import fork
 from serving.core.grammar import Grammar
 from serving.core.request import (
     FinishReason,
@@ -70,13 +72,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What was generated for one prompt.
+    """One sample of what was generated for one prompt.
 
+    `sample` is its number from 0 on, None if one alone was wanted.
     `token_ids` holds every sampled token, `text` leaves out the one that stopped the sequence.
     `finish_reason` is `stop` or `length`, or `error` if the grammar of this output failed, and
     `error` says how. Token counts are those of the prompt. `logprobs` has an entry per token of
     the output and `prompt_logprobs` one per token of the prompt (None for the first and for those
-    of images), where they were asked for.
+    of images), where they were asked for; of several samples the first has those of the prompt.
     """
 
     text: str
@@ -87,6 +90,7 @@ class Output:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
+    sample: int | None = None
 
 
 class LLM:
@@ -135,13 +139,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         constraint: OutputConstraint | None = None,
         priorities: Sequence[int] | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """Generates for each prompt; outputs are in the order of the prompts.
 
-        `sampling_params` is one for all prompts or one each. `constraint` is a form that every
+        `sampling_params` is one for all prompts or one each. Each prompt has `n` outputs, one after
+        another, of seeds of their own. `constraint` is a form that every
         output must have, after its thinking if the prompt begins that. `priorities` has a number
         for each prompt; who has a smaller one is served first. With `progress` a bar is shown.
 
@@ -164,33 +170,40 @@ class LLM:
                 f"{len(priorities)} priorities for {len(many)} prompts; expected one for each",
                 "priorities",
             )
-        requests = []
+        requests: list[Request] = []
+        names: list[str] = []
         each = zip(many, sampling_params, priorities, strict=True)
         for index, (prompt, sampling, priority) in enumerate(each):
             try:
                 encoded = self._encode(prompt)
-                requests.append(self._request(str(index), encoded, sampling, constraint, priority))
+                request = self._request(str(index), encoded, sampling, constraint, priority)
+                requests += fork(request, n)
+                names += [f"prompt {index}"] * n
             except (ApiError, RequestError) as error:
                 raise RequestError(f"prompt {index}: {error}", error.param) from None
-        return list(
-            self._run(requests, [f"prompt {index}" for index in range(len(many))], progress)
-        )
+        return self._run(requests, names, progress)
 
     def generate_rows(
         self, rows: Sequence[Row], *, source: str, progress: bool = False
     ) -> list[Output]:
         """Generates for the rows of a prompt file called `source`, in their order.
 
+        A row has as many outputs, one after another, as its `n` says.
+
         Raises:
             RowError: a row cannot be used; nothing is generated then.
         """
-        requests = []
+        requests: list[Request] = []
+        names: list[str] = []
         for index, row in enumerate(rows):
+            name = f"{source}:{row.line}"
             try:
-                requests.append(self._request_of(str(index), row.values))
+                request = self._request_of(str(index), row.values)
+                samples = fork(request, fields.num_samples(row.values))
             except ApiError as error:
-                raise RowError(f"{source}:{row.line}: {error}") from None
-        names = [f"{source}:{row.line}" for row in rows]
+                raise RowError(f"{name}: {error}") from None
+            requests += samples
+            names += [name] * len(samples)
         try:
             return self._run(requests, names, progress)
         except RequestError as error:
@@ -317,6 +330,7 @@ class LLM:
             logprobs=None if sampling.logprobs is None else of.logprobs,
             prompt_logprobs=None if sampling.prompt_logprobs is None else of.prompt_logprobs,
             error=last.error,
+            sample=None if of.request.fork_group is None else of.request.sample_index,
         )
 
 
@@ -394,6 +408,7 @@ def _row(path: Path, line: int, text: bytes) -> Row:
         *_SAMPLING_KEYS,
         *_GUIDE_KEYS,
         "priority",
+        "n",
         *(_CHAT_KEYS if given[0] == "messages" else ()),
     )
     for key in values:

@@ -242,7 +242,8 @@ class Request:
 
     `images` are in the order of their spans, which do not overlap. Computed prefixes are shared
     only among requests of equal `cache_salt`. `constraint` is enforced by the grammar that
-    `core.grammar` compiles it to.
+    `core.grammar` compiles it to. `fork_group` names the samples of one prompt, of
+    which this is number `sample_index` (`core.forking`).
     """
 
     request_id: str
@@ -253,6 +254,8 @@ class Request:
     cache_salt: str = ""
     constraint: OutputConstraint | None = None
     priority: int = 0
+    fork_group: str | None = None
+    sample_index: int = 0
 
     def __post_init__(self) -> None:
         if not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:

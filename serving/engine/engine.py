@@ -31,6 +31,7 @@ from serving.core.admission import EngineLimits, check_limits, check_request, le
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import controls_of
 from serving.core.cost_correction import CostCorrection
+from serving.core.forking import ForkGroups
 from serving.core.grammar import Grammar
 from serving.core.outputs import add_tokens
 from serving.core.prefill_scheduler import PrefillBudget
@@ -139,6 +140,7 @@ class Engine:
         )
         self._snapshots = SnapshotCopies(self._table)
         self._waiting = WaitingQueue()
+        self._forks = ForkGroups()
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()
         self._num_admitted = 0
@@ -167,8 +169,8 @@ class Engine:
         check_request(request, self.limits, self.buckets)
         prompt = np.array(request.prompt_token_ids, np.int32)
         num_waiting_max = self.limits.waiting_max + self._table.slots.num_free
-        if len(self._waiting) >= num_waiting_max:
-            raise QueueFullError(len(self._waiting), self.limits.waiting_max)
+        if self._num_waiting >= num_waiting_max:
+            raise QueueFullError(self._num_waiting, self.limits.waiting_max)
         sampling = request.sampling
         stops = set(sampling.stop_token_ids)
         if self.limits.eos_token_id is not None and not sampling.ignore_eos:
@@ -186,10 +188,11 @@ class Engine:
             tail_start=0 if self._replay is None else self._replay.tail_start(len(prompt)),
         )
         # Hashed now, so that planning only looks up.
-        self._table.whole_keys(sequence)
+        is_shared = bool(self._table.whole_keys(sequence))
         self._num_admitted += 1
         self._sequences[request.request_id] = sequence
-        self._waiting.add(sequence)
+        if request.fork_group is None or not is_shared or not self._forks.hold(sequence):
+            self._waiting.add(sequence)
 
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT
@@ -204,8 +207,10 @@ class Engine:
         if sequence.row:
             self._table.leave(sequence.row, SequenceStatus.FINISHED)
         else:
-            self._waiting.remove(sequence)
+            if not self._forks.discard(sequence):
+                self._waiting.remove(sequence)
             sequence.move_to(SequenceStatus.FINISHED)
+        self._queue_forked()
         return sequence.delta((), reason)
 
     def fail(self) -> list[TokenDelta]:
@@ -292,13 +297,14 @@ class Engine:
                 if at >= 0:
                     deltas[at] = self._take_tokens(sequence, plan, index, result, deltas[at])
         table.settle(plan.step_index)
+        self._queue_forked()
         return deltas
 
     def status(self) -> EngineStatus:
         """Counts for metrics and health."""
         table = self._table
         return EngineStatus(
-            num_waiting=len(self._waiting),
+            num_waiting=self._num_waiting,
             num_prefilling=len(table.prefilling_rows),
             num_decoding=len(table.decoding_rows),
             num_steps_in_flight=len(self._in_flight),
@@ -444,6 +450,14 @@ class Engine:
         if delta.finish_reason is FinishReason.ERROR and not is_over:
             self.abort(delta.request_id, FinishReason.ERROR)
         return delta
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._waiting) + self._forks.num_held
+
+    def _queue_forked(self) -> None:
+        for sequence in self._forks.take_ready():
+            self._waiting.add(sequence)
 
     def _requeue_preempted(self) -> None:
         for sequence in self._table.take_preempted():

@@ -74,7 +74,9 @@ class Account:
         self.tenant = tenant
         self._accounting = accounting
         self._call = call
-        self._num_input = sum(len(request.prompt_token_ids) for request in requests)
+        # A prompt counts once, however many samples of it are wanted.
+        firsts = [request for request in requests if not request.sample_index]
+        self._num_input = sum(len(request.prompt_token_ids) for request in firsts)
         self._num_output = sum(request.sampling.max_tokens for request in requests)
         self._reservation = accounting.quotas.reserve(tenant, self._num_input, self._num_output)
         self._has_entered = self._is_accepted = self._is_recorded = False
@@ -90,7 +92,7 @@ class Account:
             route=route,
             started_s=accounting.clock.unix_s(),
             num_prompt_tokens=self._num_input,
-            num_images=sum(len(request.images) for request in requests),
+            num_images=sum(len(request.images) for request in firsts),
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -129,7 +131,8 @@ class Account:
         if not self._num_generated:
             self._first_token_s = s_of_ns(now_ns - self._start_ns)
         self._num_generated += len(update.token_ids)
-        self._cached[update.index] = update.num_cached_tokens
+        if not self.requests[update.index].sample_index:
+            self._cached[update.index] = update.num_cached_tokens
         if update.finish_reason is not None:
             self._reasons[update.index] = update.finish_reason.value
         if now_ns - self._progress_ns >= _PROGRESS_NS and self._is_recorded:

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from serving.clock import Clock
+from serving.core.forking import fork
 from serving.core.request import FinishReason, Request, TokenLogprob
 from serving.frontend import fields
 from serving.frontend.conversion import ServedModel, check_room
@@ -26,7 +27,9 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionCall:
-    """A Completions call with one or several prompts; each prompt is one engine request.
+    """A Completions call with one or several prompts; each sample of each is an engine request.
+
+    `prompts_max` bounds the prompts, and all samples together.
 
     Raises:
         ApiError: 400, the body is not acceptable.
@@ -47,6 +50,7 @@ class CompletionCall:
         constraint = fields.guided_constraint(body, after_thinking=False)
         self.requests: list[Request] = []
         prompts = _prompts(body, model, prompts_max)
+        self._num_samples = _num_samples(body, len(prompts), prompts_max)
         for index, prompt in enumerate(prompts):
             sampling = fields.sampling_params(
                 body,
@@ -55,21 +59,22 @@ class CompletionCall:
                 seed=seed,
                 logprobs=logprobs,
             )
-            self.requests.append(
-                Request(
-                    f"{self.call_id}-{index}",
-                    prompt,
-                    sampling,
-                    now_ns,
-                    cache_salt=salt,
-                    constraint=constraint,
-                    priority=fields.priority(body),
-                )
+            request = Request(
+                f"{self.call_id}-{index}",
+                prompt,
+                sampling,
+                now_ns,
+                cache_salt=salt,
+                constraint=constraint,
+                priority=fields.priority(body),
             )
+            self.requests += fork(request, self._num_samples)
         stop = fields.stop_strings(body)
         refuse_stop_strings(stop, constraint)
         echoes = fields.boolean(body, "echo")
-        self._texts = [_Text(model, prompt, stop, echoes) for prompt in prompts]
+        self._texts = [
+            _Text(model, request.prompt_token_ids, stop, echoes) for request in self.requests
+        ]
 
     def opening(self) -> bytes:
         """Nothing: this dialect has no roles."""
@@ -88,7 +93,7 @@ class CompletionCall:
         return self._chunk([_choice(update.index, new, text.finish_reason, logprobs)])
 
     def is_over(self, index: int) -> bool:
-        """Whether the text of a prompt has ended."""
+        """Whether the text of a sample has ended."""
         return self._texts[index].finish_reason is not None
 
     def closing(self) -> bytes:
@@ -129,15 +134,17 @@ class CompletionCall:
         return event(msgspec.json.encode(chunk))
 
     def _usage(self) -> dict[str, Any]:
+        # Prompts count once; what later samples reuse of them was computed for the first.
+        firsts = slice(None, None, self._num_samples)
         return usage(
-            sum(len(request.prompt_token_ids) for request in self.requests),
+            sum(len(request.prompt_token_ids) for request in self.requests[firsts]),
             sum(text.num_generated for text in self._texts),
-            sum(text.num_cached for text in self._texts),
+            sum(text.num_cached for text in self._texts[firsts]),
         )
 
 
 class _Text:
-    """The text of one prompt's completion so far."""
+    """The text of one sample so far."""
 
     def __init__(
         self, model: ServedModel, prompt: tuple[int, ...], stop: tuple[str, ...], echoes: bool
@@ -226,6 +233,18 @@ def check_model(body: dict[str, Any], model: ServedModel) -> None:
             "model",
             "model_not_found",
         )
+
+
+def _num_samples(body: dict[str, Any], num_prompts: int, samples_max: int) -> int:
+    """How many samples of each prompt are wanted."""
+    num_samples = fields.num_samples(body)
+    if num_samples * num_prompts > samples_max:
+        raise bad_request(
+            f"n is {num_samples} for {num_prompts} prompts; expected at most {samples_max} "
+            "samples of all prompts together",
+            "n",
+        )
+    return num_samples
 
 
 def _prompts(body: dict[str, Any], model: ServedModel, prompts_max: int) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from serving.core.forking import SAMPLES_MAX
 from serving.core.request import (
     PRIORITY_MAX,
     ConstraintKind,
@@ -25,8 +26,6 @@ _Body = Mapping[str, Any]
 
 # Values under which each field has no effect, so that a client that spells out defaults is served.
 CHAT_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "min_tokens": (0,),
     "prompt_logprobs": (),
     "suffix": ("",),
@@ -162,6 +161,25 @@ def priority(body: _Body) -> int:
             f"priority is {value}; expected -{PRIORITY_MAX} to {PRIORITY_MAX} (smaller ones are "
             "served first)",
             "priority",
+        )
+    return value
+
+
+def num_samples(body: _Body) -> int:
+    """How many answers to each prompt are wanted, 1 when `n` is absent. Raises ApiError 400.
+
+    All samples are answered, none is chosen from others; so `best_of` can only be the same number.
+    """
+    value = integer(body, "n")
+    if value is None:
+        value = 1
+    if not 1 <= value <= SAMPLES_MAX:
+        raise bad_request(f"n is {value}; expected 1 to {SAMPLES_MAX}", "n")
+    best_of = integer(body, "best_of")
+    if best_of not in (None, value):
+        raise bad_request(
+            f"best_of is {best_of}, which is not supported; expected {value}, as n, or nothing",
+            "best_of",
         )
     return value
 

@@ -320,8 +320,9 @@ class Gateway:
             metrics.num_generated_tokens += num_tokens
             if entry.last_token_ns is None:
                 metrics.first_token_s.observe(s_of_ns(now_ns - entry.request.arrival_ns))
-                metrics.num_prompt_tokens += len(entry.request.prompt_token_ids)
-                metrics.num_cached_tokens += delta.num_cached_tokens
+                if not entry.request.sample_index:
+                    metrics.num_prompt_tokens += len(entry.request.prompt_token_ids)
+                    metrics.num_cached_tokens += delta.num_cached_tokens
             else:
                 gap_s = s_of_ns(now_ns - entry.last_token_ns)
                 metrics.inter_token_s.observe(gap_s / num_tokens, num_tokens)

@@ -13,6 +13,7 @@ import deepseek_recipe as recipe
 import msgspec
 
 from serving.clock import Clock
+from serving.core.forking import fork
 from serving.core.request import (
     TOOL_KINDS,
     FinishReason,
@@ -129,8 +130,48 @@ def usage(prompt: int, generated: int, cached: int) -> dict[str, Any]:
     }
 
 
+class _ChatSample:
+    """One answer to a chat: what is parsed of it, and its counts."""
+
+    def __init__(self, converted: Any, call_id: str, model: ServedModel, created: int) -> None:
+        self.num_generated = 0
+        self.num_cached = 0
+        self.usage: dict[str, Any] = {}
+        self.response = recipe.ChatCompletionResponse(call_id, model.name, created, 0, 0)
+        generator = recipe.ChatCompletionRequest.chunk_generator(converted, call_id, model.name)
+        self.processor = recipe.StreamProcessor(
+            generator, converted.parsing_options, model.codec.tokenizer
+        )
+
+    def take(self, update: Update, visible: list[int]) -> list[Any]:
+        """The chunks of one update."""
+        self.num_generated += len(update.token_ids)
+        self.num_cached = update.num_cached_tokens
+        chunks: list[Any] = []
+        if visible:
+            # The last token may be missing from `visible`, but not from the reports.
+            logprobs = [(entry.logprob, entry.top) for entry in update.logprobs[: len(visible)]]
+            chunk = recipe.InferenceChunk.tokens(visible, logprobs or None)
+            chunks += self.processor.push(chunk)
+        if update.finish_reason is not None and not self.processor.finished:
+            reason = recipe.InferenceFinishReason.Stop
+            if update.finish_reason is FinishReason.LENGTH:
+                reason = recipe.InferenceFinishReason.Length
+            chunks += self.processor.push(recipe.InferenceChunk.finish(reason))
+            chunks += self.processor.finish()
+        return chunks
+
+    def num_reasoning(self) -> int | None:
+        """Tokens of reasoning, once the answer is over; None if there is no such count."""
+        details = self.usage.get("completion_tokens_details") or {}
+        if "reasoning_tokens" not in details:
+            return None
+        # The parser counts tokens again that it held back for an unfinished character.
+        return min(details["reasoning_tokens"], self.num_generated)
+
+
 class ChatCall:
-    """A Chat Completions call.
+    """A Chat Completions call; each of its `n` samples is one engine request.
 
     Raises:
         ApiError: 400, the body is not acceptable.
@@ -139,7 +180,8 @@ class ChatCall:
     def __init__(self, raw: bytes, model: ServedModel, clock: Clock) -> None:
         body = decode_body(raw)
         fields.refuse_unsupported(body, fields.CHAT_NEUTRAL)
-        renamed = _with_max_tokens(body)
+        num_samples = fields.num_samples(body)
+        renamed = _with_known_names(body)
         try:
             with recipe_errors(renamed):
                 check_image_parts(body)
@@ -148,7 +190,7 @@ class ChatCall:
                 prompt = encode(converted, model, "messages")
                 max_tokens = tokens_left(converted, prompt, model, "messages")
         except ApiError as error:
-            if error.param == "max_tokens" and renamed is not body:
+            if error.param == "max_tokens" and body.get("max_completion_tokens") is not None:
                 error.param = "max_completion_tokens"
             raise
         options = converted.inference_options
@@ -166,7 +208,7 @@ class ChatCall:
         self._continuous_usage = fields.continuous_usage(body)
         self._model = model
         self.call_id = call_id = make_call_id("chatcmpl")
-        self.requests = [
+        self.requests = fork(
             Request(
                 call_id,
                 prompt.token_ids,
@@ -176,55 +218,41 @@ class ChatCall:
                 fields.cache_salt(body),
                 constraint=constraint,
                 priority=fields.priority(body),
-            )
-        ]
-        self._num_generated = 0
-        self._num_cached = 0
-        self._usage: dict[str, Any] = {}
-        self._response = recipe.ChatCompletionResponse(
-            call_id, model.name, clock.unix_s(), len(prompt.token_ids), 0
+            ),
+            num_samples,
         )
-        generator = recipe.ChatCompletionRequest.chunk_generator(converted, call_id, model.name)
-        self._processor = recipe.StreamProcessor(
-            generator, converted.parsing_options, model.codec.tokenizer
-        )
+        self._num_prompt = len(prompt.token_ids)
+        created = clock.unix_s()
+        self._samples = [_ChatSample(converted, call_id, model, created) for _ in self.requests]
 
     def opening(self) -> bytes:
-        """The chunk with the role."""
-        usage = recipe.PromptUsage(prompt_tokens=len(self.requests[0].prompt_token_ids))
-        return self._take(self._processor.push(recipe.InferenceChunk.ready(prompt_usage=usage)))
+        """The chunks with the roles."""
+        usage = recipe.PromptUsage(prompt_tokens=self._num_prompt)
+        ready = recipe.InferenceChunk.ready(prompt_usage=usage)
+        return b"".join(
+            self._take(index, sample.processor.push(ready))
+            for index, sample in enumerate(self._samples)
+        )
 
     def feed(self, update: Update) -> bytes:
         """Parses the tokens of one update into chunks."""
-        if self._processor.finished:
+        sample = self._samples[update.index]
+        if sample.processor.finished:
             return b""
-        self._num_generated += len(update.token_ids)
-        self._num_cached = update.num_cached_tokens
-        tokens = visible_tokens(update, self.requests[0].sampling, self._model.eos_token_id)
-        chunks: list[Any] = []
-        if tokens:
-            # The last token may be missing from `tokens`, but not from the reports.
-            logprobs = [(entry.logprob, entry.top) for entry in update.logprobs[: len(tokens)]]
-            chunk = recipe.InferenceChunk.tokens(tokens, logprobs or None)
-            chunks += self._processor.push(chunk)
-        if update.finish_reason is not None and not self._processor.finished:
-            reason = recipe.InferenceFinishReason.Stop
-            if update.finish_reason is FinishReason.LENGTH:
-                reason = recipe.InferenceFinishReason.Length
-            chunks += self._processor.push(recipe.InferenceChunk.finish(reason))
-            chunks += self._processor.finish()
-        return self._take(chunks)
+        sampling = self.requests[update.index].sampling
+        visible = visible_tokens(update, sampling, self._model.eos_token_id)
+        return self._take(update.index, sample.take(update, visible))
 
     def is_over(self, index: int) -> bool:
-        """Whether the text has ended."""
-        return self._processor.finished
+        """Whether the text of a sample has ended."""
+        return self._samples[index].processor.finished
 
     def closing(self) -> bytes:
         """The chunk with the usage, where it is wanted, and the mark of the end."""
         if not self._includes_usage:
             return DONE_EVENT
         last = msgspec.json.decode(self._last_chunk)
-        last.update(choices=[], usage=self._usage)
+        last.update(choices=[], usage=self._counted())
         return event(msgspec.json.encode(last)) + DONE_EVENT
 
     def failing(self, error: ApiError) -> bytes:
@@ -233,33 +261,47 @@ class ChatCall:
 
     def answer(self) -> bytes:
         """The `chat.completion` object."""
-        body = msgspec.json.decode(self._response.to_json())
-        body["usage"] = self._usage = self._counted(body.get("usage") or {})
-        return msgspec.json.encode(body)
+        bodies = [msgspec.json.decode(sample.response.to_json()) for sample in self._samples]
+        for sample, body in zip(self._samples, bodies, strict=True):
+            sample.usage = body.get("usage") or {}
+        answer = bodies[0]
+        answer["choices"] = [
+            choice | {"index": index}
+            for index, body in enumerate(bodies)
+            for choice in body["choices"]
+        ]
+        answer["usage"] = self._counted()
+        return msgspec.json.encode(answer)
 
     def num_reasoning_tokens(self) -> int:
-        """Those that the parser has found, 0 before the end."""
-        details = self._usage.get("completion_tokens_details") or {}
-        return details.get("reasoning_tokens", 0)
+        """Those that the parser has found in the samples that are over."""
+        return sum(sample.num_reasoning() or 0 for sample in self._samples)
 
-    def _take(self, chunks: Sequence[Any]) -> bytes:
+    def _take(self, index: int, chunks: Sequence[Any]) -> bytes:
+        sample = self._samples[index]
         if not self.is_streamed:
             for chunk in chunks:
-                self._response.accumulate(chunk)
+                sample.response.accumulate(chunk)
             return b""
         texts = [chunk.to_json() for chunk in chunks]
-        if self._processor.finished and texts:
-            texts[-1] = self._finish_chunk(texts[-1])
+        if index:
+            texts = [_with_index(text, index) for text in texts]
+        if sample.processor.finished and texts:
+            texts[-1] = self._finish_chunk(sample, texts[-1])
         if self._continuous_usage:
             texts = [self._with_usage(text) for text in texts]
         return b"".join(event(text) for text in texts)
 
-    def _finish_chunk(self, text: str) -> str:
-        """The last chunk, its empty delta removed and its usage corrected or taken out."""
+    def _finish_chunk(self, sample: _ChatSample, text: str) -> str:
+        """The last chunk of a sample, its empty delta removed.
+
+        Its usage is taken out, or corrected if it is the last chunk of the call.
+        """
         self._last_chunk = text
         chunk = msgspec.json.decode(text)
-        self._usage = self._counted(chunk.get("usage") or {})
-        chunk["usage"] = None if self._includes_usage else self._usage
+        sample.usage = chunk.get("usage") or {}
+        is_last = all(other.processor.finished for other in self._samples)
+        chunk["usage"] = self._counted() if is_last and not self._includes_usage else None
         for choice in chunk["choices"]:
             choice["delta"] = {}
         return msgspec.json.encode(chunk).decode()
@@ -268,28 +310,47 @@ class ChatCall:
         """A chunk with the usage up to now."""
         chunk = msgspec.json.decode(text)
         if not chunk.get("usage"):
-            prompt = len(self.requests[0].prompt_token_ids)
-            chunk["usage"] = usage(prompt, self._num_generated, self._num_cached)
+            chunk["usage"] = self._counts()
         return msgspec.json.encode(chunk).decode()
 
-    def _counted(self, parsed: dict[str, Any]) -> dict[str, Any]:
+    def _counts(self) -> dict[str, Any]:
+        """Our counts: the prompt once, and the tokens of all samples."""
+        num_generated = sum(sample.num_generated for sample in self._samples)
+        return usage(self._num_prompt, num_generated, self._samples[0].num_cached)
+
+    def _counted(self) -> dict[str, Any]:
         """The parser's usage with our counts: it does not see tokens that made no text."""
-        prompt, cached = len(self.requests[0].prompt_token_ids), self._num_cached
-        parsed.update(usage(prompt, self._num_generated, cached))
-        details = parsed.get("completion_tokens_details") or {}
-        if "reasoning_tokens" in details:
-            # The parser counts tokens again that it held back for an unfinished character.
-            details["reasoning_tokens"] = min(details["reasoning_tokens"], self._num_generated)
-        parsed["prompt_cache_hit_tokens"] = cached
-        parsed["prompt_cache_miss_tokens"] = prompt - cached
-        return parsed
+        counted = self._samples[0].usage | self._counts()
+        num_reasoning = [sample.num_reasoning() for sample in self._samples]
+        if any(count is not None for count in num_reasoning):
+            details = counted.get("completion_tokens_details") or {}
+            total = sum(count or 0 for count in num_reasoning)
+            counted["completion_tokens_details"] = details | {"reasoning_tokens": total}
+        cached = self._samples[0].num_cached
+        counted["prompt_cache_hit_tokens"] = cached
+        counted["prompt_cache_miss_tokens"] = self._num_prompt - cached
+        return counted
 
 
-def _with_max_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with `max_completion_tokens` under the name that deepseek-recipe reads."""
-    if body.get("max_completion_tokens") is None:
-        return body
-    return body | {"max_tokens": body["max_completion_tokens"]}
+def _with_index(text: str, index: int) -> str:
+    """A chunk as one of sample `index`; the parser knows of a single one."""
+    chunk = msgspec.json.decode(text)
+    for choice in chunk["choices"]:
+        choice["index"] = index
+    return msgspec.json.encode(chunk).decode()
+
+
+def _with_known_names(body: dict[str, Any]) -> dict[str, Any]:
+    """The body as deepseek-recipe reads it; the same object if that is no other.
+
+    It knows `max_completion_tokens` under its older name, and single samples only.
+    """
+    changes: dict[str, Any] = {}
+    if body.get("max_completion_tokens") is not None:
+        changes["max_tokens"] = body["max_completion_tokens"]
+    if body.get("n") is not None:
+        changes["n"] = 1
+    return body | changes if changes else body
 
 
 def _sent_schemas(body: dict[str, Any]) -> SentSchemas:

@@ -154,6 +154,37 @@ def test_log_probabilities_of_output_and_prompt() -> None:
     assert first is None and [e and e.logprob for e in others] == pytest.approx([-0.04, -0.05])
 
 
+def test_samples_of_a_prompt_follow_one_another() -> None:
+    executor = ScriptedExecutor(lambda position: LETTERS[position % 26])
+    params = SamplingParams(max_tokens=2, seed=5, prompt_logprobs=0)
+    outputs = make_llm(executor).generate([[3] * 300, [4]], params, n=3)
+    assert [output.text for output in outputs] == [letters(300, 2)] * 3 + [letters(1, 2)] * 3
+    assert [output.sample for output in outputs] == [0, 1, 2] * 2
+    assert [output.prompt_tokens for output in outputs] == [300] * 3 + [1] * 3
+    assert [output.cached_tokens for output in outputs] == [0, 256, 256, 0, 0, 0]
+    has_prompt = [output.prompt_logprobs is not None for output in outputs]
+    assert has_prompt == [True, False, False] * 2
+    seeds = {seed for plan in executor.plans for seed in plan.seeds.tolist()}
+    assert len(seeds) == 3 and 5 in seeds
+    assert make_llm().generate([[4]], SamplingParams(max_tokens=2))[0].sample is None
+    for n in (0, 65):
+        with pytest.raises(RequestError, match=f"prompt 0: n is {n}; expected 1 to 64") as caught:
+            make_llm().generate([[4]], params, n=n)
+        assert caught.value.param == "n"
+
+
+def test_rows_have_samples_too(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt_token_ids": [3, 4], "n": 2, "max_tokens": 1}, {"prompt": "a"})
+    outputs = make_llm().generate_rows(read_rows(path), source="prompts.jsonl")
+    assert [output.sample for output in outputs] == [0, 1, None]
+    write_rows(tmp_path / "out.jsonl", outputs)
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row.get("sample") for row in written] == [0, 1, None]
+    bad = write(tmp_path, {"prompt": "a", "n": 0})
+    with pytest.raises(RowError, match=r"prompts.jsonl:1: n is 0; expected 1 to 64"):
+        make_llm().generate_rows(read_rows(bad), source="prompts.jsonl")
+
+
 def write(tmp_path: Path, *rows: object) -> Path:
     path = tmp_path / "prompts.jsonl"
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]

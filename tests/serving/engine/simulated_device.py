@@ -276,20 +276,26 @@ class CheckedEngine:
         """Admit a request and return its name; raises as the engine does."""
         sampling = sampling or SamplingParams(temperature=0)
         name = f"request-{len(self._requests)}"
-        request = Request(
-            name,
-            tuple(prompt),
-            sampling,
-            images=images,
-            cache_salt=cache_salt,
-            priority=priority,
+        return self.admit_request(
+            Request(
+                name,
+                tuple(prompt),
+                sampling,
+                images=images,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
         )
+
+    def admit_request(self, request: Request) -> str:
+        """Admit a request made by the caller, under its own name."""
+        name, sampling = request.request_id, request.sampling
         self.engine.admit(request)
         seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
         self._requests[name] = request
         self.outputs[name] = []
         replay = self.engine.limits.replay
-        tail_start = 0 if replay is None else replay.tail_start(len(prompt))
+        tail_start = 0 if replay is None else replay.tail_start(len(request.prompt_token_ids))
         self.expected[name] = expected_tokens(request, seed, self.length_max, tail_start)
         self.check()
         return name

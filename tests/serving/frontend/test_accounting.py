@@ -69,6 +69,13 @@ def test_record_agrees_with_the_answer(shop: Shop, stream: bool) -> None:
     assert record.route == "/v1/completions" and record.duration_s >= record.first_token_s > 0
 
 
+def test_a_prompt_of_several_samples_is_recorded_once(shop: Shop) -> None:
+    answer = shop.post("acme", prompt=[3] * 200, n=3, max_tokens=6)
+    record = shop.record_of(answer.headers["x-request-id"])
+    assert (record.num_prompt_tokens, record.num_generated_tokens) == (200, 18)
+    assert record.num_cached_tokens == 0, "what samples share is no hit"
+
+
 def test_other_dialects_are_recorded(shop: Shop) -> None:
     settings = {
         "model": "tiny-v41",

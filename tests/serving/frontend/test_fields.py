@@ -96,8 +96,6 @@ def test_bad_sampling_params(body: dict[str, object], param: str) -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("n", 1, 2),
-        ("best_of", 1, 3),
         ("min_tokens", 0, 1),
         ("prompt_logprobs", None, 2),
         ("suffix", "", "end"),
@@ -113,6 +111,22 @@ def test_unsupported_fields(name: str, neutral: object, asking: object) -> None:
     with pytest.raises(ApiError) as caught:
         fields.refuse_unsupported({name: asking}, fields.CHAT_NEUTRAL)
     assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_num_samples_is_n_and_best_of_can_only_agree() -> None:
+    for body, expected in (({}, 1), ({"n": None}, 1), ({"n": 64}, 64), ({"n": 3, "best_of": 3}, 3)):
+        assert fields.num_samples(body) == expected
+    for body, param in (
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": 2.0}, "n"),
+        ({"n": True}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 3, "best_of": 1}, "best_of"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            fields.num_samples(body)
+        assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_zero_is_not_false() -> None:
