@@ -50,6 +50,9 @@ MESSAGES_NEUTRAL: dict[str, tuple[object, ...]] = {
     "mcp_servers": ([],),
     "container": (),
     "context_management": ({},),
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
 }
 
 

@@ -29,6 +29,8 @@ from serving.frontend.protocols import make_call_id
 _PARAMS = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
 """What deepseek-recipe and the shared code call by the names of the chat dialect."""
 
+_LOGPROBS = "message.output_text.logprobs"
+
 _HOSTED_TOOLS = ("file_search", "code_interpreter", "image_generation", "mcp", "computer")
 
 
@@ -53,6 +55,7 @@ class ResponsesCall(ConversationCall):
                 prompt = encode(converted, model, "input")
                 max_tokens = tokens_left(converted, prompt, model, "input")
                 constraint = constraint_of(body, converted, _sent_schemas(body))
+            _check_logprobs(body)
         except ApiError as error:
             error.param = _PARAMS.get(error.param or "", error.param)
             raise
@@ -89,6 +92,17 @@ class ResponsesCall(ConversationCall):
             "param": found["param"],
             "sequence_number": self.num_events,
         }
+
+
+def _check_logprobs(body: Mapping[str, Any]) -> None:
+    """Raises ApiError 400 for likeliest tokens in a report that is not asked for."""
+    wanted = body.get("top_logprobs")
+    if wanted and _LOGPROBS not in (body.get("include") or ()):
+        raise bad_request(
+            f"top_logprobs is {wanted}, but include does not ask for {_LOGPROBS!r}; name it there "
+            "or leave top_logprobs out",
+            "top_logprobs",
+        )
 
 
 def _refuse_what_is_elsewhere(body: Mapping[str, Any]) -> None:

@@ -304,6 +304,16 @@ BAD_CHATS: list[tuple[Any, str | None]] = [
         ),
         "stop",
     ),
+    (
+        chat(
+            messages=[{"role": "user", "content": "json"}],
+            response_format={"type": "json_object"},
+            stop_token_ids=[5],
+        ),
+        "stop_token_ids",
+    ),
+    (chat(logprobs=False, top_logprobs=2), "top_logprobs"),
+    (chat(logit_bias={"x": 1}), "logit_bias"),
 ]
 
 
@@ -358,7 +368,12 @@ def test_bad_chat_is_a_400_that_names_the_field(
         (completion(logprobs=True), "logprobs"),
         (completion(logprobs=1, echo=True), "logprobs"),
         (completion(top_logprobs=1), "top_logprobs"),
+        (completion(logit_bias={"320": 1}), "logit_bias"),
+        (completion(logit_bias={"-1": 1}), "logit_bias"),
+        (completion(seed=-1), "seed"),
         (completion(guided_regex="a", stop="a"), "stop"),
+        (completion(guided_regex="a", stop_token_ids=[5]), "stop_token_ids"),
+        (completion(guided_regex="a", ignore_eos=True), "ignore_eos"),
         (completion(structured_outputs={"json": "{"}), "structured_outputs"),
         (completion(suffix="x"), "suffix"),
         (completion(stream=1), "stream"),

@@ -35,6 +35,7 @@ from tests.serving.frontend.alphabet import (
     events_of,
     is_idle,
     letter_at,
+    letters,
     metric,
     post,
     wait_for,
@@ -104,12 +105,34 @@ def test_full_queue_is_a_429_with_retry_after() -> None:
         wait_for(lambda: len(running.executor.plans) > 0, "the first step")
         held.append(pool.submit(post, running.url, completion(), "completions"))
         wait_for(lambda: metric(running.url, "deepinfer_num_requests_waiting") == 1, "a full queue")
-        refused = post(running.url, completion(), "completions")
+        bodies = {
+            "completions": completion(),
+            "chat/completions": chat(),
+            "responses": {"model": "tiny-v41", "input": "x"},
+            "messages": chat(),
+        }
+        refused = [
+            post(running.url, body | {"stream": stream}, path)
+            for path, body in bodies.items()
+            for stream in (False, True)
+        ]
         gate.set()
         assert [task.result().status_code for task in held] == [200, 200]
-    assert refused.status_code == 429
-    assert refused.headers["retry-after"] == "1"
-    assert refused.json()["error"]["type"] == "rate_limit_error"
+    for answer in refused:
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_samples_without_room_are_refused_together() -> None:
+    options = {"engine.waiting_max": 2, "engine.decode_rows": [1], "engine.prefill_rows": 1}
+    with RunningService(ScriptedExecutor(letter_at), options) as running:
+        body = completion(prompt=[3] * 200, n=9)
+        refused = post(running.url, body, "completions")
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        wait_for(lambda: is_idle(running.url), "freeing the blocks")
+        assert metric(running.url, "deepinfer_num_requests_waiting") == 0
+        answer = post(running.url, body | {"n": 3}, "completions").json()
+    assert [choice["text"] for choice in answer["choices"]] == [letters(200, 4)] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -107,6 +107,12 @@ def test_image(client: anthropic.Anthropic) -> None:
         ({"tools": [{"name": "f"}, {"name": "g"}], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+        ({"n": 2}, "n"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"320": 1}}, "logit_bias"),
+        ({"seed": -1}, "seed"),
+        ({"guided_regex": "a", "stop_sequences": ["a"]}, "stop_sequences"),
+        ({"guided_regex": "a", "stop_token_ids": [5]}, "stop_token_ids"),
     ],
 )
 def test_refusals(client: anthropic.Anthropic, changes: dict[str, Any], named: str) -> None:

@@ -109,6 +109,13 @@ def test_image_and_logprobs(client: openai.OpenAI) -> None:
         ({"input": "x" * 100_000}, "input"),
         ({"cache_salt": 3}, "cache_salt"),
         ({"priority": "high"}, "priority"),
+        ({"n": 2}, "n"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "include": ["reasoning.encrypted_content"]}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"logit_bias": {"320": 1}}, "logit_bias"),
+        ({"seed": -1}, "seed"),
+        ({"guided_regex": "a", "stop_token_ids": [5]}, "stop_token_ids"),
     ],
 )
 def test_refusals(client: openai.OpenAI, changes: dict[str, Any], param: str) -> None:
