@@ -6,6 +6,7 @@ pools; hand-made traces for each policy, limit and error.
 """
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -449,7 +450,7 @@ def test_the_queue_is_bounded() -> None:
         ({"context_max": 65}, "at least 17 blocks"),
     ],
 )
-def test_limits_that_cannot_work_are_refused(changes: dict[str, int], words: str) -> None:
+def test_limits_that_cannot_work_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Engine(make_limits(**changes), BUCKETS, random.Random(0))
 

@@ -173,7 +173,7 @@ def alone(request: Request, grammar: Grammar | None, seed: int, length_max: int)
 class ControlledEngine(CheckedEngine):
     """An engine whose requests may have controls; keeps all deltas."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, **limits: Any) -> None:
         made = make_limits(**limits)
         buckets = DRAFT_BUCKETS if made.num_drafts else BUCKETS
         super().__init__(made, buckets)
