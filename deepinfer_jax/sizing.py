@@ -54,8 +54,8 @@ class GroupSize:
     read_bytes_decode: int
 
 
-class DecodeFlops(NamedTuple):
-    """Operations of one decoded token, a multiply and an add being two.
+class TokenFlops(NamedTuple):
+    """Operations of one token, decoded or prefilled, a multiply and an add being two.
 
     Attributes:
         products: with weights.
@@ -193,15 +193,23 @@ class ModelSize:
         num_in_tail = num_tokens if num_kept is None else min(num_kept, num_tokens)
         return 2 * (num_tokens * self.active_prefill + num_in_tail * upper + head)
 
-    def decode_flops(self, context: int) -> DecodeFlops:
+    def decode_flops(self, context: int) -> TokenFlops:
         """Operations of a token whose context, itself included, is `context` tokens."""
+        return self._flops(context, self.active_decode, is_prefill=False)
+
+    def prefill_flops(self, context: int) -> TokenFlops:
+        """The same for a token of a prompt, which passes the encoder layers only."""
+        return self._flops(context, self.active_prefill, is_prefill=True)
+
+    def _flops(self, context: int, num_active: int, *, is_prefill: bool) -> TokenFlops:
         c = self.config
         attended = scored = 0
         for layer in Topology.of(c).layers:
-            attended += min(context, c.sliding_window) + _num_selected(c, layer, context)
-            scored += _num_scored(c, layer, context)
-        return DecodeFlops(
-            products=2 * self.active_decode,
+            if layer.is_encoder or not is_prefill:
+                attended += min(context, c.sliding_window) + _num_selected(c, layer, context)
+                scored += _num_scored(c, layer, context)
+        return TokenFlops(
+            products=2 * num_active,
             # Each entry is a key and a value: a dot product, then a weighted sum.
             attention=4 * c.num_attention_heads * c.head_dim * attended,
             index_scores=2 * c.index_n_heads * c.index_head_dim * scored,

@@ -19,6 +19,7 @@ ARRAYS_ONLY = {"sharding", "pallas_kernels"}
 # Highest first. A module sees only lines below its own; names on one line do not see each other.
 SERVING_ORDER = (
     ("__main__",),
+    ("mesh_planner",),
     ("offline", "planner", "simulate"),
     ("loading",),
     ("cluster",),
@@ -57,10 +58,14 @@ PURE = (
 )
 IMPURE = {"jax", "deepinfer_jax", "orbax", "time", "asyncio", "threading", "socket", "os"}
 
-# What only these modules of serving may import: the executor runs the model, and the planner
-# counts one that does not run, which needs no executor.
+# What only these modules of serving may import: the executor runs the model, and the planners
+# count one that does not run, which needs no executor.
 SOLE_IMPORTERS = {
-    "deepinfer_jax": ("serving.engine.jax_executor", "serving.planner"),
+    "deepinfer_jax": (
+        "serving.engine.jax_executor",
+        "serving.planner",
+        "serving.mesh_planner",
+    ),
     "orbax": ("serving.kv.orbax_tier",),
 }
 

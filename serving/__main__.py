@@ -13,7 +13,6 @@ import contextlib
 import errno
 import gc
 import ipaddress
-import json
 import os
 import random
 import signal
@@ -85,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan", description="Counts weights, cache and work per token from a config.json alone."
     )
     plan.add_argument("--json", type=Path, metavar="FILE", help="also write every number here")
+    _add_mesh_options(plan)
     for command in (run, generate, plan):
         command.add_argument(
             "--model",
@@ -146,6 +146,17 @@ def _database_of(config: ServingConfig) -> Path:
         return Path(config.server.database).expanduser()
     state_home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state_home) / "deepinfer-jax" / "service.sqlite3"
+
+
+def _add_mesh_options(plan: argparse.ArgumentParser) -> None:
+    mesh = plan.add_argument_group("on a mesh", "Does the model fit, whom can it serve, how fast?")
+    mesh.add_argument("--sharding", metavar="FILE", help="a shipped plan's name, or a .toml file")
+    mesh.add_argument("--hardware", help="kind of device: h100, h200 (default) or b200")
+    mesh.add_argument("--context", type=int, metavar="N", help="tokens of a sequence (8192)")
+    mesh.add_argument("--users", type=int, metavar="N", help="sequences that run at once")
+    mesh.add_argument(
+        "--traffic", type=Path, metavar="FILE", help="requests (.toml or .jsonl) to size pools for"
+    )
 
 
 def _config_of(options: argparse.Namespace) -> ServingConfig:
@@ -220,17 +231,9 @@ def _check_writable(out: Path, prompts: Path) -> None:
 def _plan(options: argparse.Namespace) -> int:
     # Arithmetic only: a device that another process serves from stays untouched.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from serving.planner import ModelPlan
+    from serving.mesh_planner import run
 
-    directory = None if options.model is None else Path(options.model).expanduser()
-    plan = ModelPlan.of(directory, options.cache_format or "kvq")
-    if options.json is not None:
-        try:
-            options.json.write_text(json.dumps(plan.figures(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{options.json}: cannot be written ({error.strerror})") from None
-    _say(plan.text())
-    return 0
+    return run(options, _say)
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from serving.engine.engine import Executor
 from serving.frontend.text import TextCodec
 from serving.transport.driver import SystemClock
 from sharding.config_file import ConfigError
-from sharding.plan import load_plan
+from sharding.plan import MeshPlan, load_plan
 
 if TYPE_CHECKING:
     from serving.engine.jax_executor import JaxExecutor
@@ -58,12 +58,9 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     directory = config.model.directory
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; expected a checkpoint directory")
-    if config.engine.has_drafts and config.model.engram == "host":
-        raise ConfigError(
-            "engine.has_drafts is true and model.engram is 'host'; expected 'device', because rows "
-            "of Engram tables cannot be sent for drafts that the host does not know"
-        )
     mesh_plan = load_plan(config.sharding)
+    _check_runs(config.sharding, mesh_plan)
+    engram = _engram_of(config, mesh_plan)
     capacity = plan_capacity(config.engine)
     codec = TextCodec.load(directory)
     # Imported here, because it takes a second and help texts and early errors need none of it.
@@ -81,7 +78,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
                 capacity.num_slots + capacity.num_snapshots,
                 mesh_plan,
                 report=report,
-                engram=config.model.engram,
+                engram=engram,
                 has_drafts=config.engine.has_drafts,
                 tile_tokens=TILE_TOKENS if config.engine.batch_invariant else 0,
                 replay=capacity.replay,
@@ -127,6 +124,31 @@ def _compiled_line(programs: tuple[CompiledProgram, ...]) -> str:
         f"compiled {len(programs)} programs in {seconds:.1f} s of work, "
         f"{num_hits} of them from the cache"
     )
+
+
+def _engram_of(config: ServingConfig, plan: MeshPlan) -> str:
+    """Where Engram tables lie: in host memory if the model's options or the mesh say so."""
+    engram = "host" if plan.engram == "host" else config.model.engram
+    if config.engine.has_drafts and engram == "host":
+        key = "model.engram" if config.model.engram == "host" else f"engram of {config.sharding}"
+        raise ConfigError(
+            f"engine.has_drafts is true and {key} is 'host'; expected 'device', because rows "
+            "of Engram tables cannot be sent for drafts that the host does not know"
+        )
+    return engram
+
+
+def _check_runs(sharding: str, plan: MeshPlan) -> None:
+    """Refuses settings of a mesh that `plan --sharding` knows and steps do not have."""
+    for name, value, expected in (
+        ("redundant_experts", plan.redundant_experts, 0),
+        ("micro_batches", plan.micro_batches, 1),
+    ):
+        if value != expected:
+            raise ConfigError(
+                f"sharding {sharding}: {name} is {value}, which can be planned with and not run "
+                f"yet; expected {expected}"
+            )
 
 
 def _grammars_of(directory: Path, facts: ModelFacts) -> GrammarCompiler | None:

@@ -17,7 +17,7 @@ from deepinfer_jax.checkpoint import read_config
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.precision import CacheFormat
 from deepinfer_jax.safetensors_file import CheckpointError
-from deepinfer_jax.sizing import DecodeFlops, DecodeReads, ModelSize
+from deepinfer_jax.sizing import DecodeReads, ModelSize, TokenFlops
 from sharding.config_file import ConfigError
 
 _CONTEXTS = (4096, 65536, 1048576)
@@ -111,16 +111,16 @@ class ModelPlan:
                 g.part if g.part == g.group else f"{g.part} {_words(g.group)}",
                 f"{g.num_tensors:,}",
                 _count(g.num_parameters),
-                _scaled(g.size_bytes, "B"),
+                scaled(g.size_bytes, "B"),
                 f"{100 * g.size_bytes / size.total_bytes:.1f} %",
             )
             for g in size.groups
         ]
         num_parameters = _count(sum(g.num_parameters for g in size.groups))
-        total = _scaled(size.total_bytes, "B")
+        total = scaled(size.total_bytes, "B")
         rows.append(("all", f"{size.num_tensors:,}", num_parameters, total, "100 %"))
-        table = _table(("weights", "tensors", "parameters", "bytes", "share"), rows)
-        return f"{table}\nThe checkpoint holds {size.total_bytes:,} bytes in all."
+        weights = table(("weights", "tensors", "parameters", "bytes", "share"), rows)
+        return f"{weights}\nThe checkpoint holds {size.total_bytes:,} bytes in all."
 
     def _parameters(self) -> str:
         size = self.size
@@ -133,7 +133,7 @@ class ModelPlan:
             ("  active per drafted position", _count(size.active_draft)),
             ("image encoder", _count(size.num_in_part("vision"))),
         ]
-        return _table(("parameters", "count"), rows)
+        return table(("parameters", "count"), rows)
 
     def _memory(self) -> str:
         size, state = self.size, self.size.state
@@ -146,7 +146,7 @@ class ModelPlan:
             ("state with drafts", f"{sum(state):,}"),
         ]
         title = f"cache of a sequence ({size.cache_format.value})"
-        return _table((title, "bytes"), rows)
+        return table((title, "bytes"), rows)
 
     def _costs(self) -> str:
         flops = {context: self.size.decode_flops(context) for context in self.contexts}
@@ -162,29 +162,29 @@ class ModelPlan:
         rows = [
             (
                 f"  of {context:,}",
-                _scaled(size.prompt_products(context), "FLOP"),
-                _scaled(size.prompt_products(context, kept), "FLOP"),
+                scaled(size.prompt_products(context), "FLOP"),
+                scaled(size.prompt_products(context, kept), "FLOP"),
             )
             for context in self.contexts
         ]
         header = ("products of a prompt", "exact", f"replay of {kept}")
         return (
-            f"{_table(header, rows)}\n"
-            f"A token before the replayed ones costs {_scaled(2 * size.active_prefill, 'FLOP')}."
+            f"{table(header, rows)}\n"
+            f"A token before the replayed ones costs {scaled(2 * size.active_prefill, 'FLOP')}."
         )
 
 
-def _cost_table(title: str, costs: Mapping[int, DecodeFlops | DecodeReads], unit: str) -> str:
+def _cost_table(title: str, costs: Mapping[int, TokenFlops | DecodeReads], unit: str) -> str:
     """One row per context, one column per part and their sum."""
     rows = [
-        (f"  at {context:,}", *(_scaled(part, unit) for part in (*parts, sum(parts))))
+        (f"  at {context:,}", *(scaled(part, unit) for part in (*parts, sum(parts))))
         for context, parts in costs.items()
     ]
     names = next(iter(costs.values()))._fields
-    return _table((title, *map(_words, names), "all"), rows)
+    return table((title, *map(_words, names), "all"), rows)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, the first to the left and the others to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = []
@@ -206,7 +206,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _scaled(number: int, unit: str) -> str:
+def scaled(number: int, unit: str) -> str:
+    """A number of bytes or operations in three digits or so, such as "5.3 GB"."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {prefix}{unit}"

@@ -4,6 +4,7 @@ A mesh has axes with four possible names and no others. Arrays are described by 
 one per dimension (`("vocab", "embed")`), and the plan's rules map logical names to mesh axes; a
 name without a rule is replicated. The file format is
 
+    redundant_experts = 64         # and other settings of the whole mesh; see `MeshPlan`
     [mesh]                         # axis = size, outermost first
     data = 2
     expert = 4
@@ -19,6 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from sharding import config_file
 from sharding.config_file import ConfigError
@@ -82,14 +84,21 @@ class MeshPlan:
     Attributes:
         mesh: axis name -> number of devices along it, outermost first.
         rules: logical name -> axes that cut it, outermost first.
+        redundant_experts: expert slots of a layer beyond one for each expert.
+        engram: where Engram tables lie, on the devices (as the rules say) or in host memory.
+        micro_batches: parts of a step that run by turns, so that one computes while the other
+            exchanges tokens.
 
     Raises:
-        ValueError: no axis, an unknown axis or logical name, a size below 1, or a rule that
-            names an axis twice or one that the mesh lacks.
+        ValueError: no axis, an unknown axis or logical name, a size below 1, a rule that names
+            an axis twice or one that the mesh lacks, or a negative number of redundant experts.
     """
 
     mesh: Mapping[str, int]
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    redundant_experts: int = 0
+    engram: Literal["device", "host"] = "device"
+    micro_batches: Literal[1, 2] = 1
 
     def __post_init__(self) -> None:
         if not self.mesh:
@@ -109,11 +118,19 @@ class MeshPlan:
                     )
             if len(set(axes)) < len(axes):
                 raise ValueError(f"rule {name} names an axis twice: {', '.join(axes)}")
+        if self.redundant_experts < 0:
+            raise ValueError(
+                f"redundant_experts is {self.redundant_experts}; expected 0 or more slots"
+            )
 
     @property
     def num_devices(self) -> int:
         """Devices that the mesh needs: the product of its sizes."""
         return math.prod(self.mesh.values())
+
+    def num_parts(self, name: str) -> int:
+        """Into how many parts a dimension of this logical name is cut."""
+        return math.prod(self.mesh[axis] for axis in self.rules.get(name, ()))
 
     def axes_of(self, names: tuple[str | None, ...]) -> tuple[tuple[str, ...], ...]:
         """Mesh axes that cut each dimension of an array; empty where it is replicated.
@@ -156,7 +173,7 @@ class MeshPlan:
                 f"dimension of {shape}"
             )
         for name, size, axes in zip(names, shape, self.axes_of(names), strict=True):
-            parts = math.prod(self.mesh[axis] for axis in axes)
+            parts = 1 if name is None else self.num_parts(name)
             if size % parts:
                 raise ShardingError(
                     f"array {names} of shape {shape}: dimension {name} of size {size} does not "

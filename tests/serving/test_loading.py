@@ -127,6 +127,20 @@ def test_drafts_need_engram_tables_on_the_device() -> None:
         load_model(configured(engine__has_drafts=True, model__engram="host"), print)
 
 
+def test_engram_placement_of_the_mesh_holds(tmp_path: Path) -> None:
+    file = tmp_path / "host.toml"
+    file.write_text('engram = "host"\n[mesh]\ndata = 1\n')
+    with pytest.raises(ConfigError, match="engine.has_drafts is true and engram of .*host.toml is"):
+        load_model(configured(engine__has_drafts=True, sharding=str(file)), print)
+
+
+def test_a_mesh_that_can_only_be_planned_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="decode_ep64: redundant_experts is 64.*expected 0"):
+        load_model(configured(sharding="decode_ep64"), print)
+    with pytest.raises(ConfigError, match="decode_b200x4: micro_batches is 2.*expected 1"):
+        load_model(configured(sharding="decode_b200x4"), print)
+
+
 def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object, **options: object) -> None:
         raise ValueError("shapes do not match")

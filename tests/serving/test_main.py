@@ -215,6 +215,26 @@ def test_plan_counts_without_weights(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(MODEL_DIR) in capsys.readouterr().out
 
 
+def test_plan_on_a_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["plan", "--sharding", "serve_h200x8", "--users", "64", "--json", str(out)]
+    assert command_line.main(arguments) == 0
+    assert "Fits: " in capsys.readouterr().out
+    figures = json.loads(out.read_text())
+    assert (figures["fits"], figures["users"], figures["context"]) == (True, 64, 8192)
+    assert command_line.main(["plan", "--sharding", "single"]) == 1
+    assert "Does not fit, by " in capsys.readouterr().out
+
+
+def test_plan_on_a_mesh_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = run_main(["plan", "--users", "64"], capsys)
+    assert "--users was given without --sharding" in line
+    line = run_main(["plan", "--sharding", "single", "--hardware", "abacus"], capsys)
+    assert "'abacus' is unknown" in line
+    line = run_main(["plan", "--sharding", "single", "--json", str(tmp_path / "no" / "a")], capsys)
+    assert "cannot be written" in line
+
+
 def test_plan_with_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = run_main(["plan", "--model", str(tmp_path)], capsys)
     assert f"{tmp_path / 'config.json'}: no such file" in line

@@ -2,6 +2,7 @@
 Method: plans built by hand and from files; each wrong one differs from a right one in one place.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,26 @@ def test_every_dimension_of_the_parameter_table_has_a_known_name() -> None:
     assert len(table) > 100
     for spec in table:
         assert len(PLAN.axes_of(spec.axes)) == len(spec.axes), spec.name
+
+
+def test_shipped_plans_have_the_devices_of_their_names() -> None:
+    sizes = {"cpu8": 8, "serve_h200x8": 8, "prefill_h200x8": 8, "decode_b200x4": 4}
+    sizes |= {"decode_ep64": 64, "decode_ep128": 128}
+    assert {name: load_plan(name).num_devices for name in sizes} == sizes
+
+
+def test_settings_of_the_whole_mesh_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    for line, expected in (
+        ("redundant_experts = -1", "redundant_experts is -1; expected 0 or more"),
+        ("micro_batches = 3", "micro_batches: received 3; expected one of 1, 2"),
+        ('engram = "disk"', 'engram: received "disk"; expected one of "device", "host"'),
+    ):
+        file.write_text(f"{line}\n[mesh]\nexpert = 2\n")
+        with pytest.raises(ConfigError, match=f"mine.toml: .*{re.escape(expected)}"):
+            load_plan(file)
+
+
+def test_parts_of_a_dimension_are_the_product_of_its_axes() -> None:
+    plan = load_plan("decode_ep64")
+    assert (plan.num_parts("experts"), plan.num_parts("embed")) == (64, 1)
