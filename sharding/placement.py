@@ -18,6 +18,10 @@ redundant slots hold further *replicas*, among which a step shares its tokens (`
 slot, so it can only be put in place by moving all weights.
 """
 
+# numpy leaves the results of arange and of fancy indexing partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
 from dataclasses import dataclass
 from typing import NamedTuple
 
