@@ -1,6 +1,6 @@
 """What the engine adds to the compiled steps, and what its ways of running them are worth.
 
-Four parts, each with two things in turn on the same machine in one run:
+Four parts, each with two things in turn on the same machine in one run, and one of times:
 
 - `raw`: for 1, 8 and 32 sequences, the compiled decode step alone in a loop, waiting for each
   result, and the engine's whole decode step around it (plan, pack, submit, collect, commit), in the
@@ -11,8 +11,10 @@ Four parts, each with two things in turn on the same machine in one run:
 - `invariance`: time per token of batch invariant steps over that of others, at 1, 8 and 32
   sequences: `batch_invariant_cost_N`; `batch_invariant_cost` is the one for 32.
 - `grammar`: host time of a constrained token: `grammar_us_per_token`.
+- `host`: time of the host per decode step of a pretended device, with five drafts a sequence:
+  `host_ms_256` and `host_ms_1024`.
 
-A figure is the median over alternating rounds of the quotient of their times, so a machine whose
+A quotient is the median over alternating rounds of the quotients of their times, so a machine whose
 speed drifts shifts both.
 
     python scripts/bench_engine.py [--model DIR] [--parts P ...] [--rounds N] [--json FILE]
@@ -33,7 +35,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts import bench_grammar
+from scripts import bench_grammar, bench_host
 from scripts.bench_pairs import Way, speed_ratio
 from scripts.tiny_model.evaluation import make_cases
 from scripts.tiny_model.prompts import Codec
@@ -50,7 +52,8 @@ from sharding.config_file import override
 
 BATCH_SIZES = (1, 8, 32)
 PROMPT_TOKENS = 32
-PARTS = ("raw", "drafts", "invariance", "grammar")
+HOST_STEPS = 300
+PARTS = ("raw", "drafts", "invariance", "grammar", "host")
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "deepinfer_jax" / "checkpoints" / "small-v41"
 
 Figures = dict[str, float]
@@ -79,6 +82,8 @@ def main() -> None:
         figures |= measure_invariance(plain, args.rounds)
     if "grammar" in args.parts:
         figures |= bench_grammar.grammar_figures(args.model)
+    if "host" in args.parts:
+        figures |= bench_host.host_figures(HOST_STEPS)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
