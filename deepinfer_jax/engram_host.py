@@ -118,6 +118,10 @@ class HostEngram:
         """What `cache.copy_slots` does to the cache: `pairs` [N, 2] of source and destination."""
         self._rings[pairs[:, 1]] = self._rings[pairs[:, 0]]
 
+    def set_classes(self, slots: np.ndarray, classes: np.ndarray) -> None:
+        """Give slots [N] int32 other classes [N, ring length] int32, as the cache has them."""
+        self._rings[slots] = classes
+
     def _ngrams(
         self, token_ids: np.ndarray, starts: np.ndarray, num_tokens: np.ndarray, slots: np.ndarray
     ) -> np.ndarray:

@@ -19,8 +19,8 @@ ARRAYS_ONLY = {"sharding", "pallas_kernels"}
 # Highest first. A module sees only lines below its own; names on one line do not see each other.
 SERVING_ORDER = (
     ("__main__",),
-    ("mesh_planner",),
-    ("offline", "planner", "simulate"),
+    ("kv_commands", "mesh_planner"),
+    ("offline", "planner", "simulate", "kv_process"),
     ("loading",),
     ("cluster",),
     ("frontend", "sim"),
@@ -41,7 +41,7 @@ NODES_ORDER = (
         "storage_node",
         "metadata_node",
     ),
-    ("block_service",),
+    ("block_service", "kv_offload"),
     ("node",),
     ("messages",),
 )

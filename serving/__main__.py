@@ -1,15 +1,16 @@
-"""`python -m serving [run | generate | plan | simulate | keys | usage]`: the door for settings.
+"""`python -m serving [run | generate | plan | simulate | keys | usage | node | cache]`: settings.
 
 `run`, the default, serves HTTP until SIGINT or SIGTERM: then readiness goes off, running requests
 finish within a time limit, and the process exits 0; a second signal ends it at once. SIGHUP reads
 API keys and quotas again. `keys` and `usage` work on the server's database. `plan` counts a model
-without loading it; `simulate` replays a trace on a fleet in virtual time. What is wrong with the
-input is one line on stderr and exit code 2.
+without loading it; `simulate` replays a trace on a fleet in virtual time; `node` and `cache` are
+for the KV tiers. What is wrong with the input is one line on stderr and exit code 2.
 """
 
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import gc
 import ipaddress
@@ -23,18 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving.config import ServingConfig, load_config
-from serving.frontend.arguments import add_administration
+from serving.config import KVOptions, ServingConfig, load_config
+from serving.frontend.arguments import add_administration, add_changes, add_config
+from serving.kv_commands import add_commands, ask_cache, cache_link, cache_process, run_node
 from sharding.config_file import ConfigError, override, override_from_text
 
 if TYPE_CHECKING:
     from serving.frontend.auth import Authenticator
     from serving.frontend.quota import Quotas
     from serving.frontend.usage import UsageLog
+    from serving.kv.offload import CachePort
     from serving.loading import LoadedModel
 
 EXIT_BAD_INPUT = 2
-COMMANDS = ("run", "generate", "plan", "simulate", "keys", "usage")
+COMMANDS = ("run", "generate", "plan", "simulate", "keys", "usage", "node", "cache")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,10 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _config_of(options)
         if options.command in ("keys", "usage"):
             return _administrate(config, options)
+        if options.command == "cache":
+            return ask_cache(options, config.kv)
         _set_process_up(config)
+        if options.command == "node":
+            # Devices belong to the servers.
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            return run_node(options, config.kv)
         if options.command == "generate":
             return _generate(config, options)
-        return _serve(config, lambda: _config_of(options))
+        return _serve(config, lambda: _config_of(options), options)
     except ConfigError as error:
         print(f"serving: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -103,13 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, generate, *administration):
         command.add_argument("--config", metavar="FILE", help="TOML file with serving options")
     for command in (run, generate, simulate, *administration):
-        command.add_argument(
-            "--set",
-            metavar="KEY=VALUE",
-            action="append",
-            default=[],
-            help="change one option of the configuration, such as engine.max_context=8192",
-        )
+        add_changes(command)
+    add_commands(commands, add_config)
     return parser
 
 
@@ -206,6 +210,8 @@ def _generate(config: ServingConfig, options: argparse.Namespace) -> int:
     try:
         rows = read_rows(options.prompts)
         _check_writable(options.out, options.prompts)
+        # Offline prompts run without the service, and so without the process that keeps prefixes.
+        config = dataclasses.replace(config, kv=KVOptions())
         llm = LLM.of_model(config, _load(config))
         outputs = llm.generate_rows(rows, source=str(options.prompts), progress=True)
     except RowError as error:
@@ -257,7 +263,9 @@ def _simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(config: ServingConfig, reread: Callable[[], ServingConfig]) -> int:
+def _serve(
+    config: ServingConfig, reread: Callable[[], ServingConfig], options: argparse.Namespace
+) -> int:
     """Serves until stopped; `reread` gives the configuration as it is by then."""
     from serving.frontend.auth import Authenticator, SqliteKeyStore
     from serving.frontend.usage import UsageLog
@@ -269,9 +277,11 @@ def _serve(config: ServingConfig, reread: Callable[[], ServingConfig]) -> int:
     listener = _bind(config.server.host, config.server.port)
     with listener, UsageLog(database) as usage:
         _say(f"Loading {config.model.directory} ({config.model.cache_format} cache)")
-        model = _load(config)
-        tenancy = _Tenancy(authenticator, usage, reread)
-        return asyncio.run(_serve_model(config, model, listener, tenancy))
+        with cache_process(config.kv, options) as cache:
+            model = _load(config)
+            with cache_link(config.kv, model.facts.kv_form, cache, _say) as link:
+                tenancy = _Tenancy(authenticator, usage, reread)
+                return asyncio.run(_serve_model(config, model, listener, tenancy, link))
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +343,11 @@ def _listen_problem(host: str, port: int, error: OSError) -> str:
 
 
 async def _serve_model(
-    config: ServingConfig, model: "LoadedModel", listener: socket.socket, tenancy: _Tenancy
+    config: ServingConfig,
+    model: "LoadedModel",
+    listener: socket.socket,
+    tenancy: _Tenancy,
+    cache: "CachePort | None" = None,
 ) -> int:
     """Serves until a signal has come and running requests have finished."""
     from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
@@ -359,7 +373,7 @@ async def _serve_model(
         executor, Path(folder).expanduser() if folder else None, model.program_texts
     )
     environment = Environment(
-        clock, random.Random(), profiler, model.grammars, profiler, model.programs
+        clock, random.Random(), profiler, model.grammars, profiler, model.programs, cache
     )
     cluster = build(config, model.facts, environment, gateway)
     served = ServedModel(
@@ -374,7 +388,7 @@ async def _serve_model(
     queue = FairQueue.for_engine(config.engine)
     accounting = Accounting(quotas, queue, tenancy.usage, served.name, clock, gateway.metrics)
     app = make_app(gateway, served, config.server, clock, tenancy.authenticator, accounting)
-    async with Driver(cluster.nodes, cluster.executors) as driver:
+    async with Driver(cluster.nodes, cluster.executors, cluster.caches) as driver:
         gateway.flush = driver.perform
         with _reload_on_signal(tenancy, quotas):
             await _serve_app(app, gateway, config, listener)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from serving.clock import Clock, ns_of_s
-from serving.config import EngineOptions, ServingConfig
+from serving.config import EngineOptions, KVOptions, ServingConfig
 from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import TILE_TOKENS, Bucket, BucketTable, CompiledProgram, StepKind
 from serving.core.cost import PrefillCost
@@ -19,6 +19,8 @@ from serving.core.prefill_scheduler import PrefillBudget
 from serving.core.profiling import Profiler
 from serving.core.replay import ReplayMode, ReplayRule
 from serving.engine.engine import Engine, EngineLimits, Executor
+from serving.kv.offload import CachePort, OffloadLimits
+from serving.kv.store import PayloadForm
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import Node, NodeId
 from sharding.config_file import ConfigError
@@ -36,7 +38,9 @@ class ModelFacts:
 
     `images` is None if it takes none. `num_drafts` tokens are drafted by its executor at a time,
     and `step_ms` is the time of its decode steps, as far as they were measured. `prefill_cost` is
-    what its prefill steps cost; None if that was not measured.
+    what its prefill steps cost; None if that was not measured. `kv_form` is what its blocks are
+    outside the device, and `kv_fingerprint` names everything they depend on; None and empty if
+    they stay there.
     """
 
     vocab_size: int
@@ -46,11 +50,13 @@ class ModelFacts:
     num_drafts: int = 0
     step_ms: Mapping[Bucket, float] = field(default_factory=dict[Bucket, float])
     prefill_cost: PrefillCost | None = None
+    kv_form: PayloadForm | None = None
+    kv_fingerprint: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What is given from outside."""
+    """What is given from outside. `cache` is the way to the KV tiers; None if there are none."""
 
     clock: Clock
     random_source: random.Random
@@ -58,14 +64,16 @@ class Environment:
     grammars: GrammarCompiler | None = None
     profiler: Profiler | None = None
     programs: tuple[CompiledProgram, ...] = ()
+    cache: CachePort | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The nodes of this process, and the executors of those that have one."""
+    """The nodes of this process, and the executors and ways to KV tiers of those that have one."""
 
     nodes: list[Node]
     executors: Mapping[NodeId, Executor]
+    caches: Mapping[NodeId, CachePort] = field(default_factory=dict[NodeId, CachePort])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +180,7 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
         eos_token_id=facts.eos_token_id,
         waiting_max=options.waiting_max,
         replay=capacity.replay,
+        fingerprint=facts.kv_fingerprint,
     )
     budget = None
     if options.prefill_time_budget_ms:
@@ -201,5 +210,15 @@ def build(
         ns_of_s(config.engine.grammar_timeout_s),
         environment.profiler,
         environment.programs,
+        None if environment.cache is None else _offload_limits(config.kv),
     )
-    return Cluster([worker, frontend], {MESH_WORKER: environment.executor})
+    caches = {} if environment.cache is None else {MESH_WORKER: environment.cache}
+    return Cluster([worker, frontend], {MESH_WORKER: environment.executor}, caches)
+
+
+def _offload_limits(options: KVOptions) -> OffloadLimits:
+    return OffloadLimits(
+        wait_ns=ns_of_s(options.wait_s),
+        retry_ns=ns_of_s(options.retry_s),
+        sightings_min=options.sightings_min,
+    )

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from serving.cluster import Capacity, ModelFacts, plan_capacity
 from serving.config import ServingConfig
@@ -20,6 +20,8 @@ from serving.core.grammar import GrammarCompiler
 from serving.engine import step_costs, step_times
 from serving.engine.engine import Executor
 from serving.frontend.text import TextCodec
+from serving.kv.fingerprint import kv_fingerprint, model_revision
+from serving.kv.store import PayloadForm, layout_id
 from serving.transport.driver import SystemClock
 from sharding.config_file import ConfigError
 from sharding.plan import MeshPlan, load_plan
@@ -58,6 +60,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     directory = config.model.directory
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; expected a checkpoint directory")
+    _check_storable(config)
     mesh_plan = load_plan(config.sharding)
     _check_runs(config.sharding, mesh_plan)
     engram = _engram_of(config, mesh_plan)
@@ -83,6 +86,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
                 tile_tokens=TILE_TOKENS if config.engine.batch_invariant else 0,
                 replay=capacity.replay,
                 watch=log.watch,
+                has_transfers=config.kv.is_on,
             )
     except (ValueError, OSError) as error:
         # Errors that our own packages define are about the input; any other is a defect, whose
@@ -104,6 +108,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
             if config.engine.prefill_time_budget_ms
             else None
         ),
+        **_kv_facts(config, executor, report),
     )
     if facts.images is not None:
         codec = codec.with_image_token(facts.images.token_id)
@@ -149,6 +154,31 @@ def _check_runs(sharding: str, plan: MeshPlan) -> None:
                 f"sharding {sharding}: {name} is {value}, which can be planned with and not run "
                 f"yet; expected {expected}"
             )
+
+
+def _check_storable(config: ServingConfig) -> None:
+    """Raise `ConfigError` if what is computed cannot be stored."""
+    if config.kv.is_on and config.engine.replay != "off":
+        raise ConfigError(
+            f"kv.storage is {config.kv.storage!r} and engine.replay is {config.engine.replay!r}; "
+            "expected 'off' for one of them, because what replay computes is not stored"
+        )
+
+
+def _kv_facts(config: ServingConfig, executor: "JaxExecutor", report: Report) -> dict[str, Any]:
+    """The fields of `ModelFacts` that are about blocks outside the device."""
+    if executor.kv_moves is None:
+        return {}
+    form, revision = executor.kv_moves.form, config.kv.model_revision
+    if not revision:
+        report("reading the weights for their revision (kv.model_revision spares that)")
+        try:
+            revision = model_revision(config.model.directory)
+        except OSError as error:
+            raise ConfigError(f"{config.model.directory}: {error.strerror or error}") from None
+    fingerprint = kv_fingerprint(revision, form.description)
+    payloads = PayloadForm(layout_id(fingerprint), form.group_bytes, form.state_bytes)
+    return {"kv_form": payloads, "kv_fingerprint": fingerprint}
 
 
 def _grammars_of(directory: Path, facts: ModelFacts) -> GrammarCompiler | None:

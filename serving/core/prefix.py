@@ -71,6 +71,34 @@ def next_key(
     return digest.digest()[:_KEY_SIZE]
 
 
+def prefix_keys(
+    root: PrefixKey, token_ids: np.ndarray, block_size: int, images: Sequence[RequestImage] = ()
+) -> list[PrefixKey]:
+    """Keys of all whole blocks of `token_ids` [L] int32, from position 0 on.
+
+    The same as `next_key` for each of them, at a fraction of its cost where no image reaches.
+    """
+    num_blocks = len(token_ids) // block_size
+    data = memoryview(np.ascontiguousarray(token_ids[: num_blocks * block_size], "<i4").tobytes())
+    touched = {
+        index
+        for image in images
+        for index in range(image.start // block_size, -(-image.stop // block_size))
+    }
+    keys: list[PrefixKey] = []
+    key, sha256, size = root, hashlib.sha256, 4 * block_size
+    for index in range(num_blocks):
+        start = index * block_size
+        if index in touched:
+            key = next_key(key, token_ids[start : start + block_size], start, images)
+        else:
+            digest = sha256(key)
+            digest.update(data[index * size : index * size + size])
+            key = digest.digest()[:_KEY_SIZE]
+        keys.append(key)
+    return keys
+
+
 @dataclass(slots=True)
 class _Entry:
     """A prefix that is present. `snapshot` is a slot, 0 if there is none; `tail_start` that of the

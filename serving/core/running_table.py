@@ -81,6 +81,8 @@ class RunningTable:
         num_prompt_tokens, num_cached_tokens: [S] int32, for deltas too.
         blocks, slots: the pools.
         prefixes: what may be shared. Slots `num_slots` and up are for its snapshots.
+        kept: sequences and the number of their first blocks that became usable for others, where
+            somebody asks for them; None where nobody does.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class RunningTable:
         self._replaced: list[tuple[int, int]] = []
         self._restores: dict[int, int] = {}
         self._preempted: list[Sequence] = []
+        self.kept: list[tuple[Sequence, int]] | None = None
         self._settled_step = -1
 
     @property
@@ -160,6 +163,11 @@ class RunningTable:
     def is_retiring(self) -> bool:
         """Whether memory will come back when a step in flight is settled."""
         return bool(self._retiring or self._replaced)
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether a row waits for its next step to copy a snapshot."""
+        return bool(self._restores)
 
     def blocks_for(self, num_tokens: np.ndarray) -> np.ndarray:
         """Blocks that so many tokens fill, the last perhaps in part."""
@@ -235,6 +243,8 @@ class RunningTable:
         assert sequence is not None, f"row {row} is empty"
         sequence.move_to(status)
         sequence.row = 0
+        if self.kept is not None and sequence.tail_key is not None:
+            self.kept.append((sequence, sequence.prefix_keys.index(sequence.tail_key) + 1))
         sequence.tail_key = None
         self._restores.pop(row, None)
         self.sequences[row] = self.request_ids[row] = self.outputs[row] = None

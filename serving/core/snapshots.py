@@ -87,7 +87,11 @@ class SnapshotCopies:
             return
         key = sequence.keys(copy.num_blocks, table.block_size)[-1]
         tail_start = sequence.tail_start if boundary > sequence.tail_start else None
-        if table.prefixes.keep_snapshot(key, copy.slot, tail_start) and copy.is_tail:
+        if not table.prefixes.keep_snapshot(key, copy.slot, tail_start):
+            return
+        if copy.is_tail:
             if sequence.tail_key is not None:
                 table.prefixes.drop_unused_snapshot(sequence.tail_key)
             sequence.tail_key = key
+        elif table.kept is not None:
+            table.kept.append((sequence, copy.num_blocks))

@@ -36,6 +36,7 @@ from serving.core.grammar import Grammar
 from serving.core.outputs import add_tokens
 from serving.core.prefill_scheduler import PrefillBudget
 from serving.core.prefix import root_key
+from serving.core.prefix_transfer import PrefixTransfers
 from serving.core.request import (
     FinishReason,
     QueueFullError,
@@ -139,6 +140,7 @@ class Engine:
             limits.num_drafts,
         )
         self._snapshots = SnapshotCopies(self._table)
+        self.transfers = PrefixTransfers(self._table, limits)
         self._waiting = WaitingQueue()
         self._forks = ForkGroups()
         self._sequences: dict[str, Sequence] = {}

@@ -29,6 +29,7 @@ import numpy as np
 from deepinfer_jax import batch, checkpoint, controls, vision
 from deepinfer_jax.batch import Replay, StepShape
 from deepinfer_jax.cache import CacheLayout, KVCache
+from deepinfer_jax.cache_bytes import CacheTransfers, description
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.controls import Controls
 from deepinfer_jax.draft import DraftSettings
@@ -53,6 +54,7 @@ from serving.core.image_layout import ImageGeometry
 from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
 from serving.engine import control_packing, packing
+from serving.engine.kv_moves import BLOCKS_PER_CALL, CacheOwner, KVMoves
 from serving.engine.packing import PackedStep
 from sharding.mesh import DeviceMesh
 from sharding.plan import MeshPlan
@@ -73,7 +75,7 @@ class CacheTooLargeError(ValueError):
     """The device has no room for the cache that was asked for."""
 
 
-class JaxExecutor:
+class JaxExecutor(CacheOwner):
     """The `Executor` of one model on one mesh.
 
     `num_slots` counts the slots for snapshots too. `engram` is where its tables lie: "device" or
@@ -81,7 +83,7 @@ class JaxExecutor:
     step also drafts tokens, and decode steps verify them. With `replay` there are prefill steps
     whose upper layers compute the tails of prompts alone. With `tile_tokens` other than 0, steps
     run in tiles of that many tokens, and nothing that they give depends on company. `watch` is
-    opened around the compilation of each program.
+    opened around the compilation of each program. `has_transfers` compiles moves of blocks.
 
     Raises:
         ReplayError: the model cannot run that.
@@ -104,6 +106,7 @@ class JaxExecutor:
         replay: ReplayRule | None = None,
         tile_tokens: int = 0,
         watch: Watch = no_watch,
+        has_transfers: bool = False,
     ) -> None:
         self.mesh = DeviceMesh.of(mesh_plan)
         self._engram_is_on_host = engram == "host"
@@ -151,6 +154,10 @@ class JaxExecutor:
         self._steps = self._compile(buckets, replay, report)
         with watch("copy_slots"):
             self._copy_slots = compile_slot_copies(self.cache, _COPIES_PER_CALL)
+        if has_transfers:
+            lines = (*self.identity.values(), description(self.layout))
+            moves = CacheTransfers(self.cache, BLOCKS_PER_CALL)
+            self.kv_moves = KVMoves.of(moves, moves.sizes, lines, self._engram)
         self._in_flight: deque[tuple[StepPlan, ReportedResult]] = deque()
         self._unread: deque[tuple[StepPlan, jax.Array]] = deque()
         self._sampled = np.zeros(num_slots, np.int32)
@@ -235,9 +242,7 @@ class JaxExecutor:
         report = None
         if result.sampled is not None:
             sampled = LogprobColumns(*map(np.asarray, result.sampled))
-            prompt = None
-            if result.prompt is not None:
-                prompt = LogprobColumns(*map(np.asarray, result.prompt))
+            prompt = result.prompt and LogprobColumns(*map(np.asarray, result.prompt))
             report = StepReport(sampled, prompt)
         return StepResult(plan.step_index, tokens, report, confidences)
 
@@ -485,7 +490,6 @@ def check_layout(bucket: Bucket, shape: StepShape) -> None:
     packed = {name: (p.shape, p.dtype) for name, p in places.items()}
     expected = {name: (dims, np.dtype(t)) for name, (dims, t) in batch.fields(shape).items()}
     assert list(packed.items()) == list(expected.items()), (packed, expected)
-    assert packing.IMAGE_FEATURE == batch.IMAGE_FEATURE
     settings = {name: (p.shape, p.dtype) for name, p in control_packing.layout(bucket).items()}
     wanted = {name: (dims, np.dtype(t)) for name, (dims, t) in controls.fields(shape).items()}
     assert list(settings.items()) == list(wanted.items()), (settings, wanted)

@@ -17,9 +17,11 @@ from pathlib import Path
 import jax
 import msgspec
 
+from serving.core.kv_transfer import KVTransfer
 from serving.core.profiling import ProfileCapture, ProfileProblem, ProfileRefusal
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.engine import Executor
+from serving.engine.kv_moves import TransferPassage
 
 SCOPES_FILE = "scopes.json"
 
@@ -31,7 +33,7 @@ _NOT_A_SCOPE = re.compile(
 """Parts of an operation's path that jax puts there for its own constructs."""
 
 
-class StepProfiler:
+class StepProfiler(TransferPassage):
     """An executor around another one, whose steps can be traced.
 
     Args:
@@ -73,6 +75,11 @@ class StepProfiler:
                 self._num_running -= 1
                 self._changed.notify_all()
         return result
+
+    def move(self, transfer: KVTransfer) -> None:
+        """Dispatch a transfer under its number."""
+        with jax.profiler.TraceAnnotation("kv_transfer", transfer_id=transfer.transfer_id):
+            super().move(transfer)
 
     def close(self) -> None:
         """Ends the wait for steps that will not come; the server is stopping."""

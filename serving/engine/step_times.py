@@ -14,6 +14,7 @@ from serving.core.buckets import Bucket, StepKind
 from serving.core.cost import PrefillSample, num_pairs
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.engine import Executor
+from serving.engine.kv_moves import TransferPassage
 
 _TIMED_STEPS = 5
 
@@ -88,7 +89,7 @@ def _full_step(kind: StepKind, bucket: Bucket, num_rows: int, num_before: int) -
     )
 
 
-class TimedExecutor:
+class TimedExecutor(TransferPassage):
     """An executor around another one, whose results say how long their steps took.
 
     Steps run one after another, so a step has the device for itself from its dispatch, or from

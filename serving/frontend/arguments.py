@@ -31,3 +31,20 @@ def add_administration(commands: Any) -> list[argparse.ArgumentParser]:
     usage = commands.add_parser("usage", description="Shows usage per day and tenant.")
     usage.add_argument("--jsonl", type=Path, metavar="FILE", help="write every record here instead")
     return [add, listing, revoke, usage]
+
+
+def add_config(command: argparse.ArgumentParser) -> None:
+    """Add the flags of a serving configuration."""
+    command.add_argument("--config", metavar="FILE", help="TOML file with serving options")
+    add_changes(command)
+
+
+def add_changes(command: argparse.ArgumentParser) -> None:
+    """Add the flag that changes single options of a configuration."""
+    command.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one option of the configuration, such as engine.max_context=8192",
+    )

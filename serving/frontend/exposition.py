@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from serving.kv.offload import OffloadStatus
 from serving.nodes.messages import WorkerStatus
 from serving.observe import Histogram, ServiceMetrics
 
@@ -182,6 +183,8 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
         "engine_steps": ("Steps planned", engine.num_steps),
         "preemptions": ("Requests put back for want of blocks", engine.num_preemptions),
     }
+    if status.offload is not None:
+        yield from _offload_metrics(status.offload)
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"deepinfer_{name}", text, value=value)
     drafts = {
@@ -193,6 +196,29 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
         for place, count in enumerate(counts):
             family.add_metric([str(place)], count)
         yield family
+
+
+def _offload_metrics(offload: OffloadStatus) -> Iterator[Metric]:
+    """What the worker's use of the KV tiers has come to. Each request counts once."""
+    counters = {
+        "hits": ("Requests whose prefix was fetched from the tiers", offload.num_hits),
+        "misses": ("Requests for which nothing of use was stored", offload.num_misses),
+        "faults": ("Requests whose stored prefix could not be read", offload.num_faults),
+        "late": ("Requests that waited in vain for their prefix", offload.num_late),
+        "skipped": ("Requests for which the tiers were not asked", offload.num_skipped),
+        "unused": ("Fetched prefixes without room on the device", offload.num_unused),
+        "fetched_blocks": ("KV blocks written to the device", offload.num_fetched_blocks),
+        "stored_blocks": ("KV blocks handed to the tiers", offload.num_stored_blocks),
+        "breaker_opened": ("Times the tiers were left alone", offload.num_opened),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"deepinfer_kv_offload_{name}", text, value=value)
+    gauges = {
+        "waiting": ("Requests that wait for their prefix", offload.num_waiting),
+        "breaker_open": ("1 while the tiers are left alone", float(offload.is_open)),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"deepinfer_kv_offload_{name}", text, value=value)
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:

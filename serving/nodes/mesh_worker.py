@@ -10,12 +10,14 @@ after a failed step the donated caches are gone.
 Traces of steps are made by a profiler that waits on a thread of its own while steps run.
 
 A request with an output constraint waits until its grammar is compiled, which is done elsewhere.
+With KV tiers it then waits, within a budget, for the part of its prompt that is stored there.
 """
 
 from collections import deque
 from functools import partial
 
 from serving.clock import ns_of_s, s_of_ns
+from serving.core.admission import check_request
 from serving.core.buckets import CompiledProgram
 from serving.core.grammar import Grammar, GrammarCompiler
 from serving.core.profiling import (
@@ -27,7 +29,9 @@ from serving.core.profiling import (
 from serving.core.request import QueueFullError, Request, RequestError, TokenDelta
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine
+from serving.kv.offload import OffloadLimits
 from serving.nodes import messages
+from serving.nodes.kv_offload import KVOffload
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import NodeId, Outbox
 
@@ -47,6 +51,7 @@ class MeshWorker:
     noticed after one to two such spans, because one timer serves all steps. `grammars` compiles
     the constraints of requests, each within `grammar_timeout_ns`; None for a model without.
     `profiler` makes traces; None makes none. `programs` are those that the executor compiled.
+    `offload` says how KV tiers are used; None if there are none.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class MeshWorker:
         grammar_timeout_ns: int = 0,
         profiler: Profiler | None = None,
         programs: tuple[CompiledProgram, ...] = (),
+        offload: OffloadLimits | None = None,
     ) -> None:
         self.node_id = node_id
         self.outbox = Outbox()
@@ -70,6 +76,10 @@ class MeshWorker:
         self._profiling: dict[str, tuple[NodeId, int]] = {}
         self._compiling: dict[str, tuple[NodeId, Request]] = {}
         self._owners: dict[str, NodeId] = {}
+        self._offload: KVOffload | None = None
+        if offload is not None:
+            self._offload = KVOffload(self.outbox, engine.transfers, offload)
+        self._fetching: dict[str, tuple[NodeId, Request, Grammar | None]] = {}
         self._failure: str | None = None
         self._steps_in_flight: deque[int] = deque()
         self._watched_step: int | None = None
@@ -94,17 +104,25 @@ class MeshWorker:
                     self._fail(detail)
             case messages.Crashed(detail):
                 self._fail(detail)
+            case messages.CacheReplied(reply):
+                if self._offload is not None and self._failure is None:
+                    self._start_fetched(self._offload.on_reply(reply))
+            case messages.BlocksRead(read):
+                if self._offload is not None and self._failure is None:
+                    self._offload.on_read(read)
             case messages.QueryStatus(query_id):
-                status = messages.WorkerStatus(
-                    query_id, self._failure, self._engine.status(), self._programs
-                )
-                self.outbox.send(source, status)
+                self._on_query(source, query_id)
             case _:
                 pass
 
     def on_timer(self, name: str) -> None:
-        """The watchdog: the step that was the oldest a whole timeout ago must be over by now."""
+        """The watchdog: the step that was the oldest a whole timeout ago must be over by now.
+
+        Other timers are those of waits for the KV tiers.
+        """
         if name != _WATCHDOG:
+            if self._offload is not None:
+                self._start_fetched(self._offload.on_timer(name))
             return
         watched, self._watched_step = self._watched_step, None
         if watched is not None and watched in self._steps_in_flight:
@@ -131,12 +149,18 @@ class MeshWorker:
             value = ProfileRefusal(ProfileProblem.FAILED, f"the trace failed: {error}")
         self.outbox.send(source, messages.Profiled(query_id, value))
 
+    def _on_query(self, source: NodeId, query_id: int) -> None:
+        offload = None if self._offload is None else self._offload.status()
+        engine = self._engine.status()
+        status = messages.WorkerStatus(query_id, self._failure, engine, self._programs, offload)
+        self.outbox.send(source, status)
+
     def _on_submit(self, source: NodeId, request: Request) -> None:
         request_id = request.request_id
-        if request_id in self._owners or request_id in self._compiling:
+        if any(request_id in known for known in (self._owners, self._compiling, self._fetching)):
             return  # A duplicate: the first one is being served.
         if request.constraint is None or self._failure is not None:
-            self._start(source, request, None)
+            self._fetch(source, request, None)
             return
         refused = self._begin_compiling(source, request)
         if refused is not None:
@@ -162,12 +186,32 @@ class MeshWorker:
             return  # Aborted, or ended by a failure, in the meantime.
         if error is None:
             assert isinstance(grammar, Grammar), f"{grammar} is no grammar"
-            self._start(source, request, grammar)
+            self._fetch(source, request, grammar)
             return
         assert request.constraint is not None
         param = request.constraint.param
         refused = messages.Refused(request_id, RefusalReason.INVALID, error, param)
         self.outbox.send(source, refused)
+
+    def _fetch(self, source: NodeId, request: Request, grammar: Grammar | None) -> None:
+        """Start a request, once the stored part of its prompt is there if it is worth waiting."""
+        offload = None if self._failure is not None else self._offload
+        if offload is not None and self._is_valid(request) and offload.fetch(request):
+            self._fetching[request.request_id] = (source, request, grammar)
+        else:
+            self._start(source, request, grammar)
+
+    def _is_valid(self, request: Request) -> bool:
+        """Whether the engine will not refuse it for ever; if it will, it says why."""
+        try:
+            check_request(request, self._engine.limits, self._engine.buckets)
+        except RequestError:
+            return False
+        return True
+
+    def _start_fetched(self, request_id: str | None) -> None:
+        if request_id is not None and request_id in self._fetching:
+            self._start(*self._fetching.pop(request_id))
 
     def _start(self, source: NodeId, request: Request, grammar: Grammar | None) -> None:
         refused = self._admit(request, grammar)
@@ -192,6 +236,8 @@ class MeshWorker:
 
     def _on_abort(self, request_id: str) -> None:
         self._compiling.pop(request_id, None)
+        if self._offload is not None and self._fetching.pop(request_id, None) is not None:
+            self._offload.forget(request_id)
         if self._owners.pop(request_id, None) is not None:
             self._engine.abort(request_id)
             self._advance()
@@ -202,6 +248,8 @@ class MeshWorker:
             return
         self._steps_in_flight.popleft()
         deltas = self._engine.commit(result)
+        if self._offload is not None:
+            self._offload.offer_kept()
         self._advance()
         self._send_tokens(deltas)
 
@@ -234,9 +282,11 @@ class MeshWorker:
         self._failure = detail
         self._steps_in_flight.clear()
         owners = self._owners | {name: owner for name, (owner, _) in self._compiling.items()}
+        owners |= {name: owner for name, (owner, _, _) in self._fetching.items()}
         for request_id, owner in owners.items():
             self.outbox.send(owner, messages.Failed(request_id, detail))
         self._owners.clear()
         self._compiling.clear()
+        self._fetching.clear()
         # Last, because this raises when it was the engine that broke.
         self._engine.fail()

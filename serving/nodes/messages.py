@@ -4,10 +4,12 @@ import enum
 from dataclasses import dataclass
 
 from serving.core.buckets import CompiledProgram
+from serving.core.kv_transfer import KVRead
 from serving.core.profiling import ProfileCapture, ProfileRefusal
 from serving.core.request import Request, TokenDelta
 from serving.core.step_plan import StepResult
 from serving.engine.engine import EngineStatus
+from serving.kv.offload import CacheReply, OffloadStatus
 
 
 class RefusalReason(enum.Enum):
@@ -80,6 +82,20 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksRead:
+    """Driver to worker: a transfer has copied blocks and states to the host."""
+
+    read: KVRead
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReplied:
+    """Driver to worker: the KV tiers have answered a call."""
+
+    reply: CacheReply
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """Driver to node: the job `key` has given `value`, or `error` says why it has not."""
 
@@ -105,13 +121,14 @@ class QueryStatus:
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """A worker's gauges at one moment. `failure` says why it cannot serve, None when it can;
-    `programs` is what it compiled at its start.
+    `programs` is what it compiled at its start. `offload` is None for a worker without KV tiers.
     """
 
     query_id: int
     failure: str | None
     engine: EngineStatus
     programs: tuple[CompiledProgram, ...] = ()
+    offload: OffloadStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +157,8 @@ Message = (
     | Failed
     | StepDone
     | StepFailed
+    | BlocksRead
+    | CacheReplied
     | Computed
     | Crashed
     | QueryStatus

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from serving.core.kv_transfer import KVTransfer
 from serving.core.step_plan import StepPlan
+from serving.kv.offload import CacheCall
 from serving.nodes.messages import Message
 
 
@@ -43,9 +45,13 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run `plan` on this node's executor; `StepDone` or `StepFailed` follows as a message."""
+    """Run `plan` on this node's executor; `StepDone` or `StepFailed` follows as a message.
 
-    plan: StepPlan
+    A transfer stands in line with the steps. `BlocksRead` follows if it reads anything, and
+    `Crashed` if it fails.
+    """
+
+    plan: StepPlan | KVTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,14 @@ class Compute:
     timeout_ns: int
 
 
-Effect = Send | SetTimer | Execute | Compute
+@dataclass(frozen=True, slots=True)
+class AskCache:
+    """Make a call to the KV tiers; `CacheReplied` follows, or nothing does."""
+
+    call: CacheCall
+
+
+Effect = Send | SetTimer | Execute | Compute | AskCache
 
 
 class Outbox:
@@ -77,13 +90,17 @@ class Outbox:
         """Asks for a call of `on_timer(name)` after `delay_ns`."""
         self._effects.append(SetTimer(name, delay_ns))
 
-    def execute(self, plan: StepPlan) -> None:
-        """Asks for a plan to be run on the device."""
+    def execute(self, plan: StepPlan | KVTransfer) -> None:
+        """Asks for a plan or a transfer to be run on the device."""
         self._effects.append(Execute(plan))
 
     def compute(self, key: str, job: Callable[[], object], timeout_ns: int) -> None:
         """Asks for slow work to be done."""
         self._effects.append(Compute(key, job, timeout_ns))
+
+    def ask_cache(self, call: CacheCall) -> None:
+        """Asks something of the KV tiers."""
+        self._effects.append(AskCache(call))
 
     def take(self) -> list[Effect]:
         """The effects since the last call, oldest first; the outbox is empty afterwards."""

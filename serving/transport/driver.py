@@ -14,13 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from serving.core.kv_transfer import KVTransfer
 from serving.core.request import RequestError
 from serving.core.step_plan import StepPlan
 from serving.engine.engine import Executor
+from serving.engine.kv_moves import TransferExecutor
+from serving.kv.offload import CachePort, CacheReply
 from serving.nodes import messages
 from serving.nodes.messages import Message
-from serving.nodes.node import Compute, Execute, Node, NodeId, Send, SetTimer
+from serving.nodes.node import AskCache, Compute, Execute, Node, NodeId, Send, SetTimer
 from serving.transport.in_process import InProcessNetwork
 
 _log = logging.getLogger(__name__)
@@ -50,14 +54,21 @@ class Driver:
     Args:
         nodes: every node of this process.
         executors: the executor of each node that has one.
+        caches: the way to the KV tiers of each node that has one.
 
     Use as an async context manager: threads start on entry and end on exit.
     """
 
-    def __init__(self, nodes: list[Node], executors: Mapping[NodeId, Executor]) -> None:
+    def __init__(
+        self,
+        nodes: list[Node],
+        executors: Mapping[NodeId, Executor],
+        caches: Mapping[NodeId, CachePort] | None = None,
+    ) -> None:
         self._nodes = {node.node_id: node for node in nodes}
         self._network = InProcessNetwork(self._deliver)
         self._executors = executors
+        self._caches = caches or {}
         self._threads: dict[NodeId, _ExecutorThreads] = {}
         self._timers: dict[tuple[NodeId, str], asyncio.TimerHandle] = {}
         self._computing: set[asyncio.Task[None]] = set()
@@ -83,6 +94,7 @@ class Driver:
     def perform(self, node_id: NodeId) -> None:
         """Performs what a node has in its outbox; for calls that did not come as messages."""
         effects = self._nodes[node_id].outbox.take()
+        loop = asyncio.get_running_loop()
         for effect in effects:
             if isinstance(effect, Execute):
                 self._threads[node_id].put(effect.plan)
@@ -96,6 +108,8 @@ class Driver:
                     task = asyncio.get_running_loop().create_task(self._compute(node_id, effect))
                     self._computing.add(task)
                     task.add_done_callback(self._computing.discard)
+                case AskCache(call):
+                    self._caches[node_id].call(call, partial(self._on_cache_reply, node_id, loop))
                 case Execute():
                     pass
 
@@ -131,6 +145,13 @@ class Driver:
             error = f"{type(fault).__name__}: {fault}"
         self._on_completion(node_id, messages.Computed(effect.key, value, error))
 
+    def _on_cache_reply(
+        self, node_id: NodeId, loop: asyncio.AbstractEventLoop, reply: CacheReply
+    ) -> None:
+        # If the loop is closed, nobody is left to tell.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._on_completion, node_id, messages.CacheReplied(reply))
+
     def _on_completion(self, node_id: NodeId, message: Message) -> None:
         self._network.send(node_id, node_id, message)
 
@@ -165,8 +186,8 @@ class _ExecutorThreads:
         self._loop = loop
         self._post = post
         self._node_id = node_id
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._submitted: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | KVTransfer | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[StepPlan | KVTransfer | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=run, name=f"{name} {node_id}", daemon=True)
             for name, run in (("submit", self._submit), ("collect", self._collect))
@@ -176,7 +197,7 @@ class _ExecutorThreads:
         for thread in self._threads:
             thread.start()
 
-    def put(self, plan: StepPlan) -> None:
+    def put(self, plan: StepPlan | KVTransfer) -> None:
         self._plans.put(plan)
 
     def stop(self) -> None:
@@ -188,25 +209,42 @@ class _ExecutorThreads:
     def _submit(self) -> None:
         while (plan := self._plans.get()) is not None:
             try:
-                self._executor.submit(plan)
+                if isinstance(plan, KVTransfer):
+                    self._mover().move(plan)
+                else:
+                    self._executor.submit(plan)
             except Exception as error:
                 self._fail(plan, error)
             else:
-                self._submitted.put(plan)
+                if isinstance(plan, StepPlan) or plan.is_reading:
+                    self._submitted.put(plan)
         self._submitted.put(None)
 
     def _collect(self) -> None:
         while (plan := self._submitted.get()) is not None:
             try:
-                result = self._executor.collect()
+                if isinstance(plan, KVTransfer):
+                    message = messages.BlocksRead(self._mover().collect_read())
+                else:
+                    message = messages.StepDone(self._executor.collect())
             except Exception as error:
                 self._fail(plan, error)
             else:
-                self._tell(messages.StepDone(result))
+                self._tell(message)
 
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
+    def _mover(self) -> TransferExecutor:
+        assert isinstance(self._executor, TransferExecutor), "this executor moves no blocks"
+        return self._executor
+
+    def _fail(self, plan: StepPlan | KVTransfer, error: Exception) -> None:
+        detail = f"{type(error).__name__}: {error}"
+        if isinstance(plan, KVTransfer):
+            # The cache that it was to write may be gone.
+            _log.error("transfer %d failed", plan.transfer_id, exc_info=error)
+            self._tell(messages.Crashed(detail))
+            return
         _log.error("step %d failed", plan.step_index, exc_info=error)
-        self._tell(messages.StepFailed(plan.step_index, f"{type(error).__name__}: {error}"))
+        self._tell(messages.StepFailed(plan.step_index, detail))
 
     def _tell(self, message: Message) -> None:
         # If the loop is closed, nobody is left to tell.

@@ -126,6 +126,15 @@ def test_a_copied_slot_goes_on_like_its_source(rng: np.random.Generator) -> None
     memory.copy_slots(np.zeros((0, 2), np.int32))
 
 
+def test_a_slot_goes_on_from_classes_that_are_put_there(rng: np.random.Generator) -> None:
+    ids = rng.integers(0, 300, 12)
+    memory, other = host(), host()
+    step_of(memory, [(ids, 0, 10, 1)])
+    other.set_classes(np.array([4], np.int32), memory._rings[[1]])
+    got = numbers(step_of(other, [(ids, 10, 2, 4)]))
+    np.testing.assert_array_equal(got, [expected_rows(ids, p) for p in (10, 11)])
+
+
 def test_a_large_step_is_read_by_several_threads(rng: np.random.Generator) -> None:
     ids = rng.integers(0, 300, 3000)
     got = numbers(step_of(host(), [(ids, 0, 3000, 1)], num_tokens=3000))

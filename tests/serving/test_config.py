@@ -16,7 +16,7 @@ def test_shipped_file_states_every_default() -> None:
     assert load_config() == ServingConfig()
     text = DEFAULT_CONFIG.read_text()
     config = ServingConfig()
-    for table in (config.model, config.server, config.engine, config.images):
+    for table in (config.model, config.server, config.engine, config.images, config.kv):
         for name in table.__dataclass_fields__:
             assert f"\n{name} = " in text, f"{name} is not in {DEFAULT_CONFIG.name}"
 
@@ -72,6 +72,18 @@ def test_model_directory_and_name() -> None:
         ("images.per_request_max=-1", "per_request_max: received -1; expected 0 or more"),
         ("images.bytes_max=0", "bytes_max"),
         ("images.pixels_max=0", "pixels_max"),
+        ("kv.storage=tape", "storage.*off.*memory.*disk"),
+        ("kv.storage=disk", "directory: received nothing; expected a directory"),
+        ("kv.host_bytes=10", "host_bytes: received 10; expected at least 65536"),
+        ("kv.disk_bytes=10", "disk_bytes"),
+        ("kv.segment_bytes=10", "segment_bytes"),
+        ("kv.tenant_bytes=-1", "tenant_bytes: received -1; expected 0"),
+        ("kv.ttl_s=-1", "ttl_s"),
+        ("kv.sightings_min=0", "sightings_min"),
+        ("kv.wait_s=0", "wait_s: received 0.*expected more than 0, to 5"),
+        ("kv.wait_s=6", "wait_s: received 6"),
+        ("kv.retry_s=inf", "retry_s"),
+        ("kv.flush_s=nan", "flush_s"),
         ("model.cache_format=int4", "cache_format"),
         ("model.engram=disk", "engram.*device.*host"),
         ("engine.num_blocks=many", "num_blocks"),

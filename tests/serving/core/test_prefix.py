@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from serving.core.image_layout import whole_images_end
-from serving.core.prefix import PrefixIndex, PrefixKey, block_boundary, next_key, root_key
+from serving.core.prefix import (
+    PrefixIndex,
+    PrefixKey,
+    block_boundary,
+    next_key,
+    prefix_keys,
+    root_key,
+)
 from serving.core.request import RequestImage
 
 
@@ -36,6 +43,15 @@ def test_equal_keys_mean_equal_prefixes() -> None:
         tokens[changed] = 99
         same = [a == b for a, b in zip(first, chain(tokens), strict=True)]
         assert same == [block < changed // 4 for block in range(3)]
+
+
+def test_keys_made_together_are_those_made_one_by_one() -> None:
+    tokens = list(range(24))
+    images = (image(5, 6), image(17, 2, b"another"))
+    for some in ((), images):
+        together = prefix_keys(b"root", np.array(tokens[:23]), 4, some)
+        assert together == chain(tokens[:20], b"root", some)
+    assert prefix_keys(b"root", np.array([1, 2, 3]), 4) == []
 
 
 def test_keys_do_not_depend_on_how_tokens_are_stored() -> None:

@@ -15,6 +15,7 @@ from collections import deque
 import numpy as np
 
 from serving.core.buckets import Bucket, BucketTable, StepKind
+from serving.core.kv_transfer import KVRead, KVTransfer
 from serving.core.replay import ReplayRule
 from serving.core.request import FinishReason, Request, RequestImage, SamplingParams, TokenDelta
 from serving.core.step_plan import LAST_SAMPLED, StepPlan, StepResult
@@ -101,6 +102,35 @@ class SimulatedDevice:
         self.in_flight: deque[StepPlan] = deque()
         self.kinds: list[StepKind] = []
         self.num_references = 0
+        # Transfers, with the number of steps that were submitted before each.
+        self._transfers: deque[tuple[int, KVTransfer]] = deque()
+        self._reads: deque[KVRead] = deque()
+        self._num_collected = 0
+
+    def move(self, transfer: KVTransfer) -> None:
+        self._transfers.append((self._num_collected + len(self.in_flight), transfer))
+
+    def collect_read(self) -> KVRead:
+        self._run_transfers()
+        return self._reads.popleft()
+
+    def _run_transfers(self) -> None:
+        """Those that stand before the next step."""
+        while self._transfers and self._transfers[0][0] <= self._num_collected:
+            _, t = self._transfers.popleft()
+            if t.is_reading:
+                blocks = self._pool[t.read_blocks].view(np.uint8)
+                states = self._slots[t.read_slots].reshape(-1, self._slots[0].size).view(np.uint8)
+                # Two groups, as of a model with two layers that own KV.
+                groups = tuple(half.copy() for half in np.split(blocks, 2, axis=1))
+                self._reads.append(KVRead(t.transfer_id, groups, states.copy()))
+            if len(t.write_blocks):
+                lengths = {len(group) for group in t.write_groups}
+                assert t.write_blocks.all() and lengths == {len(t.write_blocks)}
+                data = np.ascontiguousarray(np.concatenate(t.write_groups, axis=1))
+                self._pool[t.write_blocks] = data.view(np.int64)
+            for slot, state in zip(t.write_slots.tolist(), t.write_states, strict=True):
+                self._slots[slot] = state.view(np.int64).reshape(self._slots[slot].shape)
 
     def submit(self, plan: StepPlan) -> None:
         assert (plan.kind, plan.bucket) in self._buckets, f"{plan.bucket} is not compiled"
@@ -109,7 +139,9 @@ class SimulatedDevice:
         self.kinds.append(plan.kind)
 
     def collect(self) -> StepResult:
+        self._run_transfers()
         plan = self.in_flight.popleft()
+        self._num_collected += 1
         for source, destination in plan.restores.tolist():
             self._slots[destination] = self._slots[source]
         result = self._run(pack(plan), plan)

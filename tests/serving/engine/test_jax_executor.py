@@ -16,6 +16,7 @@ from deepinfer_jax.reports import ReportedResult
 from serving.cluster import ModelFacts
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.cost import PrefillSample
+from serving.core.prefix_transfer import StagedPrefix
 from serving.core.request import Request, SamplingParams
 from serving.core.step_plan import LAST_SAMPLED
 from serving.engine import jax_executor, step_times
@@ -37,14 +38,18 @@ DIRECTORY = Path(__file__).parents[2] / "golden" / "tiny-v41"
 @pytest.fixture(scope="module")
 def executor() -> JaxExecutor:
     """The golden checkpoint on one device."""
-    return JaxExecutor(DIRECTORY, "kvq", BUCKETS, 12, 5 + NUM_SNAPSHOTS, load_plan("single"))
+    plan = load_plan("single")
+    return JaxExecutor(DIRECTORY, "kvq", BUCKETS, 12, 5 + NUM_SNAPSHOTS, plan, has_transfers=True)
 
 
 @pytest.fixture(scope="module")
 def host_executor() -> JaxExecutor:
     """The same with the Engram tables in host memory, and fewer buckets to compile."""
     plan = load_plan("single")
-    return JaxExecutor(DIRECTORY, "kvq", FEW_BUCKETS, 12, 5 + NUM_SNAPSHOTS, plan, engram="host")
+    slots = 5 + NUM_SNAPSHOTS
+    return JaxExecutor(
+        DIRECTORY, "kvq", FEW_BUCKETS, 12, slots, plan, engram="host", has_transfers=True
+    )
 
 
 DRAFT_BUCKETS = BucketTable(
@@ -151,6 +156,54 @@ def test_tokens_do_not_depend_on_what_was_computed_before(
         assert num_computed == ([20, 20, 20, 20] if num_snapshots == 0 else [20, 12, 12, 12])
     assert outputs[0] == outputs[1]
     assert len({tuple(tokens) for tokens in outputs[0]}) == 2
+    assert compilations == []
+
+
+@pytest.mark.parametrize("engram", ["device", "host"])
+def test_a_prefix_that_was_carried_over_gives_the_same_tokens(
+    request: pytest.FixtureRequest,
+    engram: str,
+    rng: np.random.Generator,
+    compilations: list[str],
+) -> None:
+    """Two engines on one device share nothing but what is carried between them."""
+    fixture = "executor" if engram == "device" else "host_executor"
+    device: JaxExecutor = request.getfixturevalue(fixture)
+    buckets = BUCKETS if engram == "device" else FEW_BUCKETS
+    compilations.clear()
+    prompt = tuple(rng.integers(3, 300, 140).tolist())
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    first = _engine(device, buckets=buckets)
+    first.transfers.record()
+    first.admit(Request("a", prompt, sampling))
+    expected = _run(first, device)["a"]
+    ((_, keys),) = first.transfers.take_kept()
+    transfer, blocks, has_state = first.transfers.read(keys, keys[-1])
+    assert blocks == keys and has_state
+    device.move(transfer)
+    read = device.collect_read()
+    assert device.kv_moves is not None
+    assert [g.shape for g in read.groups] == [(1, n) for n in device.kv_moves.form.group_bytes]
+    # Something else in all blocks and slots of the other engine, the classes on the host included.
+    second = _engine(device, buckets=buckets)
+    second.admit(Request("b", prompt[::-1], sampling))
+    _run(second, device)
+    staged = StagedPrefix(keys, 0, read.groups, read.states[0])
+    written = second.transfers.write(staged)
+    assert written is not None
+    device.move(written)
+    num_steps = second.status().num_steps
+    second.admit(Request("c", prompt, sampling))
+    assert _run(second, device)["c"] == expected
+    assert second.status().num_steps - num_steps == 12
+    # The state is what makes it: with another one the tokens differ.
+    third = _engine(device, buckets=buckets)
+    false = StagedPrefix(keys, 0, read.groups, np.zeros_like(read.states[0]))
+    written = third.transfers.write(false)
+    assert written is not None
+    device.move(written)
+    third.admit(Request("d", prompt, sampling))
+    assert _run(third, device)["d"] != expected
     assert compilations == []
 
 

@@ -21,9 +21,12 @@ import pytest
 from jax.profiler import ProfileData
 
 from serving.core.buckets import Bucket, StepKind
+from serving.core.kv_transfer import KVTransfer
 from serving.core.profiling import ProfileCapture, ProfileProblem, ProfileRefusal
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.profiler import StepProfiler, scopes_of
+from serving.engine.step_times import TimedExecutor
+from tests.serving.engine.simulated_device import BUCKETS, SimulatedDevice, make_limits
 
 
 class SmallDevice:
@@ -126,6 +129,18 @@ def test_what_cannot_be_traced_is_refused(device: SmallDevice, tmp_path: Path) -
     (tmp_path / "file").write_text("")
     result = StepProfiler(device, tmp_path / "file", tuple).capture(1, 1.0)
     assert refused_as(result, ProfileProblem.UNWRITABLE)
+
+
+def test_transfers_pass_through_in_line(tmp_path: Path) -> None:
+    limits = make_limits(num_snapshots=2)
+    device = SimulatedDevice(limits, BUCKETS)
+    profiler = StepProfiler(TimedExecutor(device, lambda: 0), None, tuple)
+    block = np.array([3], np.int32)
+    device._pool[3] = [4, 3, 2, 1]
+    profiler.move(KVTransfer(7, read_blocks=block))
+    read = profiler.collect_read()
+    assert read.transfer_id == 7
+    assert np.concatenate(read.groups, axis=1).view(np.int64).tolist() == [[4, 3, 2, 1]]
 
 
 def refused_as(result: object, problem: ProfileProblem) -> bool:

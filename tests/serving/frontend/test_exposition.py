@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving.engine.engine import EngineStatus
 from serving.frontend.exposition import render
+from serving.kv.offload import OffloadStatus
 from serving.nodes.messages import WorkerStatus
 from serving.observe import ServiceMetrics
 
@@ -117,3 +118,28 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     asked = [target["expr"] for panel in panels for target in panel["targets"]]
     wanted = set(re.findall(r"(?:vllm:|deepinfer_)[a-z0-9_]+", " ".join(asked)))
     assert len(wanted) > 12 and wanted <= names, wanted - names
+
+
+def test_use_of_the_kv_tiers() -> None:
+    offload = OffloadStatus(
+        num_hits=1,
+        num_misses=2,
+        num_faults=3,
+        num_late=4,
+        num_skipped=5,
+        num_unused=6,
+        num_fetched_blocks=7,
+        num_stored_blocks=8,
+        num_opened=9,
+        num_waiting=10,
+        is_open=True,
+    )
+    found = samples(ServiceMetrics(), WorkerStatus(1, None, ENGINE, offload=offload))
+    names = ("hits", "misses", "faults", "late", "skipped", "unused", "fetched_blocks")
+    names += ("stored_blocks", "breaker_opened")
+    values = [found[f"deepinfer_kv_offload_{name}_total"] for name in names]
+    assert values == list(range(1, 10))
+    assert found["deepinfer_kv_offload_waiting"] == 10
+    assert found["deepinfer_kv_offload_breaker_open"] == 1
+    without = samples(ServiceMetrics(), WorkerStatus(1, None, ENGINE))
+    assert not any("offload" in name for name in without)

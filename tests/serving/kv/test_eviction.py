@@ -1,0 +1,70 @@
+"""Goal: room is made within the limits, in the order of use, and never at the cost of what is
+pinned or of another tenant. Method: queues filled by hand.
+"""
+
+from serving.kv.eviction import EvictionQueue
+from serving.kv.store import Name
+
+A, B = b"a", b"b"
+
+
+def name(number: int) -> Name:
+    return Name(1, bytes([number]))
+
+
+def filled(**limits: int) -> EvictionQueue:
+    queue = EvictionQueue(**{"bytes_max": 100, **limits})
+    for number in range(4):
+        queue.add(name(number), 10, A if number % 2 else B, written_s=number)
+    return queue
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    queue = filled()
+    queue.touch(name(0))
+    order = []
+    while (victim := queue.victim(100, A)) is not None:
+        order.append(victim)
+        queue.remove(victim)
+    assert order == [name(1), name(2), name(3), name(0)]
+    assert queue.num_bytes == len(queue) == 0 and queue.tenant_bytes == {}
+
+
+def test_pinned_ones_stay() -> None:
+    queue = filled()
+    queue.pin(name(0))
+    queue.pin(name(0))
+    assert queue.victim(100, A) == name(1)
+    queue.unpin(name(0))
+    assert queue.is_pinned(name(0)) and queue.victim(100, A) == name(1)
+    queue.unpin(name(0))
+    assert queue.victim(100, A) == name(0)
+    for number in range(4):
+        queue.pin(name(number))
+    assert queue.victim(100, A) is None
+
+
+def test_a_tenant_above_its_share_makes_room_from_its_own() -> None:
+    queue = filled(tenant_bytes_max=25)
+    assert queue.fits(5, A) and not queue.fits(6, A)
+    # The oldest of all belongs to the other.
+    assert queue.victim(6, A) == name(1)
+    assert queue.victim(5, A) == name(0)
+    queue.pin(name(1))
+    queue.pin(name(3))
+    assert queue.victim(6, A) is None
+    assert queue.of_tenant(A) == [name(1), name(3)] and len(queue.of_tenant(None)) == 4
+    assert queue.tenant_bytes == {A: 20, B: 20}
+
+
+def test_the_whole_is_bounded() -> None:
+    queue = filled()
+    assert queue.fits(60, A) and not queue.fits(61, A)
+
+
+def test_time_to_live() -> None:
+    queue = filled(ttl_s=10)
+    assert not queue.is_expired(name(2), 12) and queue.is_expired(name(2), 13)
+    queue.pin(name(0))
+    assert queue.expired(12) == [name(1)]
+    assert filled().expired(10**9) == [] and not filled().is_expired(name(0), 10**9)
