@@ -121,7 +121,13 @@ def check_image_parts(body: Mapping[str, Any]) -> None:
     Raises:
         ApiError: 400, naming the image.
     """
-    for index, (where, part) in enumerate(_image_parts(body)):
+    for index, (where, role, part) in enumerate(_image_parts(body)):
+        if role == "assistant":
+            raise bad_request(
+                f"Image {index + 1} ({where}) is in an assistant message; expected images in "
+                "messages of users and tools only",
+                _PARAM,
+            )
         source = part.get("image_url")
         url = source.get("url") if isinstance(source, Mapping) else None
         if isinstance(url, str) and _WEB_HEAD.match(url):
@@ -132,13 +138,14 @@ def check_image_parts(body: Mapping[str, Any]) -> None:
             raise bad_request(f"Image {index + 1} ({where}) {error}", _PARAM) from None
 
 
-def _image_parts(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _image_parts(body: Mapping[str, Any]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Place, role of the message, and the part itself."""
     messages = body.get("messages")
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, Mapping) else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, Mapping) and part.get("type") == "image_url":
-                yield f"messages[{i}].content[{j}]", part
+                yield f"messages[{i}].content[{j}]", message.get("role"), part
 
 
 def prepare(

@@ -173,7 +173,7 @@ def test_checkpoints_that_do_not_fit_are_refused_before_anything_is_allocated(
 
 def test_replay_that_the_model_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--set", "engine.replay=compact", "--set", "engine.replay_keep=13", "--port", "0"]
-    line = run_main(options, capsys)
+    line = run_main(["--model", str(MODEL_DIR), *options], capsys)
     assert "engine.replay_keep 13: replay keeps the last 13 tokens" in line
     assert "expected at least 14: a window of 8 and the 6" in line
 

@@ -184,6 +184,16 @@ def test_text_cannot_add_an_image() -> None:
     assert IMAGE_ID not in prompt.token_ids
 
 
+def test_an_image_of_an_assistant_is_named() -> None:
+    image = _image_part(_url(_PNG))
+    messages = [
+        {"role": "user", "content": [image]},
+        {"role": "assistant", "content": ["", image]},
+    ]
+    with pytest.raises(ApiError, match=r"Image 2 \(messages\[1\].content\[1\]\) is in an assist"):
+        check_image_parts({"messages": messages})
+
+
 def test_urls_that_cannot_be_read_are_refused() -> None:
     good = _image_part(_url(_PNG))
     with pytest.raises(ApiError) as caught:
