@@ -25,5 +25,6 @@ def test_every_kind_of_layer_is_there() -> None:
 
 def test_selection_really_leaves_entries_out_at_512_tokens() -> None:
     config = ModelConfig.from_hf(small_config({"image": 25, "noise": 26}, VOCAB_SIZE))
-    assert config.index_topk * 8 <= 512 // 2
+    # Half is left out where two tokens share an entry, three quarters elsewhere.
+    assert config.index_topk * 2 <= 512 // 2
     assert config.candidate_topk_blocks * config.candidate_block_size < 512

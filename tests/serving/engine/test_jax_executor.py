@@ -284,7 +284,7 @@ def test_dispatching_a_step_waits_for_no_device(
     assert num_references == 8
     assert engine.status().num_snapshots > 0
     with pytest.raises(Exception, match="[Dd]isallowed"), jax.transfer_guard("disallow"):
-        jax.numpy.zeros(3) + np.ones(3)
+        _ = jax.numpy.zeros(3) + np.ones(3)
 
 
 def test_engram_in_host_memory_changes_no_token(

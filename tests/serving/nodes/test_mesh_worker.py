@@ -15,6 +15,7 @@ from serving.core.request import (
     Request,
     SamplingParams,
 )
+from serving.core.step_plan import StepPlan
 from serving.nodes import messages
 from serving.nodes.mesh_worker import COMPILING_MAX, MeshWorker
 from serving.nodes.messages import Message, RefusalReason
@@ -56,6 +57,7 @@ def sent(effects: list[Effect], to: NodeId = FRONTEND) -> list[Message]:
 
 def run(effects: list[Effect], executor: ScriptedExecutor) -> messages.StepDone:
     (plan,) = [effect.plan for effect in effects if isinstance(effect, Execute)]
+    assert isinstance(plan, StepPlan)
     executor.submit(plan)
     return messages.StepDone(executor.collect())
 
