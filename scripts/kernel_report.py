@@ -12,6 +12,8 @@ import argparse
 import functools
 import json
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +43,31 @@ def main() -> None:
         f"{'case':34} {'target':6} {'regs':>4} {'spills':>6} {'shared':>7} {'tensor core':17} "
         f"{'MB':>8} {'GFLOP':>8} {'bound us':>8} {'s':>5}"
     )
-    for case in cases.find(args.op, "model"):
+    # A process compiles, and reports, a kernel once for all GPUs of an architecture. So each target
+    # has a process of its own.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         for target in targets:
-            facts = compile_case(case, target)
-            if facts is None:
-                continue
-            rows.append(report_row(case, target, facts))
-            faults += row_faults(rows[-1])
-            print(_line(case, rows[-1]), flush=True)
+            for line, row in pool.submit(report_target, target.name, args.op).result():
+                rows.append(row)
+                faults += row_faults(row)
+                print(line, flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     for fault in faults:
         print(fault, file=sys.stderr)
     sys.exit(bool(faults) or not rows)
+
+
+def report_target(name: str, op: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Line and figures of every case, or of those of `op`, that the named target has a kernel
+    for."""
+    target, found = by_name(name), []
+    for case in cases.find(op, "model"):
+        facts = compile_case(case, target)
+        if facts is not None:
+            row = report_row(case, target, facts)
+            found.append((_line(case, row), row))
+    return found
 
 
 def compile_case(case: cases.Case, target: Target) -> KernelFacts | None:
