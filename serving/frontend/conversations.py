@@ -8,13 +8,13 @@ import deepseek_recipe as recipe
 import msgspec
 
 from serving.clock import Clock
-from serving.core.request import FinishReason, OutputConstraint, Request
+from serving.core.request import OutputConstraint, Request
 from serving.frontend import fields
 from serving.frontend.conversion import ServedModel
 from serving.frontend.errors import ApiError
 from serving.frontend.gateway import Update
 from serving.frontend.images import EncodedPrompt
-from serving.frontend.protocols import event, visible_tokens
+from serving.frontend.protocols import chunks_of, event, visible_tokens
 
 
 class ConversationCall(ABC):
@@ -93,20 +93,8 @@ class ConversationCall(ABC):
         self.num_generated += len(update.token_ids)
         self.num_cached = update.num_cached_tokens
         self._count_reasoning(update.token_ids)
-        events: list[Any] = []
-        tokens = visible_tokens(update, self.requests[0].sampling, self._eos_token_id)
-        if tokens:
-            # The last token may be missing from `tokens`, but not from the reports.
-            logprobs = [(entry.logprob, entry.top) for entry in update.logprobs[: len(tokens)]]
-            chunk = recipe.InferenceChunk.tokens(tokens, logprobs or None)
-            events += self._processor.push(chunk)
-        if update.finish_reason is not None and not self._processor.finished:
-            reason = recipe.InferenceFinishReason.Stop
-            if update.finish_reason is FinishReason.LENGTH:
-                reason = recipe.InferenceFinishReason.Length
-            events += self._processor.push(recipe.InferenceChunk.finish(reason))
-            events += self._processor.finish()
-        return self._take(events)
+        visible = visible_tokens(update, self.requests[0].sampling, self._eos_token_id)
+        return self._take(chunks_of(self._processor, update, visible))
 
     def is_over(self, index: int) -> bool:
         """Whether the text has ended."""

@@ -110,6 +110,22 @@ def visible_tokens(update: Update, sampling: SamplingParams, eos: int | None) ->
     return tokens
 
 
+def chunks_of(processor: Any, update: Update, visible: list[int]) -> list[Any]:
+    """What deepseek-recipe's stream `processor` makes of an update and its visible tokens."""
+    chunks: list[Any] = []
+    if visible:
+        # The last token may be missing from `visible`, but not from the reports.
+        logprobs = [(entry.logprob, entry.top) for entry in update.logprobs[: len(visible)]]
+        chunks += processor.push(recipe.InferenceChunk.tokens(visible, logprobs or None))
+    if update.finish_reason is not None and not processor.finished:
+        reason = recipe.InferenceFinishReason.Stop
+        if update.finish_reason is FinishReason.LENGTH:
+            reason = recipe.InferenceFinishReason.Length
+        chunks += processor.push(recipe.InferenceChunk.finish(reason))
+        chunks += processor.finish()
+    return chunks
+
+
 def refuse_stop_strings(stop: Sequence[str], constraint: OutputConstraint | None) -> None:
     """Raise ApiError 400 for stop strings that could cut a constrained text short."""
     if stop and constraint is not None and constraint.kind not in TOOL_KINDS:
@@ -147,19 +163,7 @@ class _ChatSample:
         """The chunks of one update."""
         self.num_generated += len(update.token_ids)
         self.num_cached = update.num_cached_tokens
-        chunks: list[Any] = []
-        if visible:
-            # The last token may be missing from `visible`, but not from the reports.
-            logprobs = [(entry.logprob, entry.top) for entry in update.logprobs[: len(visible)]]
-            chunk = recipe.InferenceChunk.tokens(visible, logprobs or None)
-            chunks += self.processor.push(chunk)
-        if update.finish_reason is not None and not self.processor.finished:
-            reason = recipe.InferenceFinishReason.Stop
-            if update.finish_reason is FinishReason.LENGTH:
-                reason = recipe.InferenceFinishReason.Length
-            chunks += self.processor.push(recipe.InferenceChunk.finish(reason))
-            chunks += self.processor.finish()
-        return chunks
+        return chunks_of(self.processor, update, visible)
 
     def num_reasoning(self) -> int | None:
         """Tokens of reasoning, once the answer is over; None if there is no such count."""
