@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from sharding.config_file import load
+from sharding.config_file import check, load
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
 DEFAULT_CONFIG = CONFIGS_DIR / "embedded.toml"
@@ -81,13 +81,13 @@ class ServerOptions:
     profile_dir: str = ""
 
     def __post_init__(self) -> None:
-        _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0 picks a free one)")
-        _check(0 <= self.drain_s <= SECONDS_MAX, "drain_s", self.drain_s, f"0 to {SECONDS_MAX:g}")
+        check(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0 picks a free one)")
+        check(0 <= self.drain_s <= SECONDS_MAX, "drain_s", self.drain_s, f"0 to {SECONDS_MAX:g}")
         for name in ("head_s", "body_s"):
             seconds = getattr(self, name)
-            _check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
+            check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
         for name in ("head_bytes_max", "body_bytes_max", "prompts_max", "backlog_tokens_max"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("prefill_tokens", "decode_rows"):
             sizes = getattr(self, name)
-            _check(
+            check(
                 bool(sizes) and sizes[0] >= 1 and list(sizes) == sorted(set(sizes)),
                 name,
                 list(sizes),
@@ -153,16 +153,16 @@ class EngineOptions:
         )
         for name in counts:
             value = getattr(self, name)
-            _check(1 <= value <= COUNT_MAX, name, value, f"1 to {COUNT_MAX}")
+            check(1 <= value <= COUNT_MAX, name, value, f"1 to {COUNT_MAX}")
         snapshots = self.prefix_snapshots
         is_count = 0 <= snapshots <= COUNT_MAX
-        _check(is_count, "prefix_snapshots", snapshots, f"0 to {COUNT_MAX}")
+        check(is_count, "prefix_snapshots", snapshots, f"0 to {COUNT_MAX}")
         budget_ms = self.prefill_time_budget_ms
         is_time = 0 <= budget_ms <= 1e3 * SECONDS_MAX
-        _check(is_time, "prefill_time_budget_ms", budget_ms, f"0 to {1e3 * SECONDS_MAX:g}")
+        check(is_time, "prefill_time_budget_ms", budget_ms, f"0 to {1e3 * SECONDS_MAX:g}")
         for name in ("step_timeout_s", "grammar_timeout_s"):
             seconds = getattr(self, name)
-            _check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
+            check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +179,9 @@ class ImageOptions:
     pixels_max: int = 32 * 2**20
 
     def __post_init__(self) -> None:
-        _check(self.per_request_max >= 0, "per_request_max", self.per_request_max, "0 or more")
+        check(self.per_request_max >= 0, "per_request_max", self.per_request_max, "0 or more")
         for name in ("bytes_max", "pixels_max"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class QuotaOptions:
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            _check(0 <= value <= COUNT_MAX, option.name, value, f"0 to {COUNT_MAX}; 0: no limit")
+            check(0 <= value <= COUNT_MAX, option.name, value, f"0 to {COUNT_MAX}; 0: no limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,17 +249,17 @@ class KVOptions:
 
     def __post_init__(self) -> None:
         for name in ("host_bytes", "disk_bytes", "segment_bytes"):
-            _check(getattr(self, name) >= 2**16, name, getattr(self, name), "at least 65536")
+            check(getattr(self, name) >= 2**16, name, getattr(self, name), "at least 65536")
         for name in ("tenant_bytes", "ttl_s"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "0 (no limit) or more")
-        _check(self.sightings_min >= 1, "sightings_min", self.sightings_min, "at least 1")
+            check(getattr(self, name) >= 0, name, getattr(self, name), "0 (no limit) or more")
+        check(self.sightings_min >= 1, "sightings_min", self.sightings_min, "at least 1")
         # A client waits no longer than this for its admission, grammar included.
-        _check(0 < self.wait_s <= 5, "wait_s", self.wait_s, "more than 0, to 5")
+        check(0 < self.wait_s <= 5, "wait_s", self.wait_s, "more than 0, to 5")
         for name in ("retry_s", "flush_s"):
             seconds = getattr(self, name)
-            _check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
+            check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
         if self.storage == "disk" and not self.address:
-            _check(bool(self.directory), "directory", "nothing", "a directory for storage = 'disk'")
+            check(bool(self.directory), "directory", "nothing", "a directory for storage = 'disk'")
 
     @property
     def is_on(self) -> bool:
@@ -292,8 +292,3 @@ def load_config(path: str | Path | None = None) -> ServingConfig:
             unusable value.
     """
     return load(path or DEFAULT_CONFIG, ServingConfig)
-
-
-def _check(is_good: bool, name: str, received: object, expected: str) -> None:
-    if not is_good:
-        raise ValueError(f"{name}: received {received}; expected {expected}")

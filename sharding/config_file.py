@@ -33,6 +33,12 @@ class ConfigError(ValueError):
     """A configuration that cannot be used. The message is one line, made for a person."""
 
 
+def check(is_good: bool, name: str, received: object, expected: str) -> None:
+    """For `__post_init__` of option classes: raise ValueError unless `is_good`."""
+    if not is_good:
+        raise ValueError(f"{name}: received {received}; expected {expected}")
+
+
 def load[T](path: str | Path, cls: type[T]) -> T:
     """Reads the TOML file `path` into the dataclass `cls`.
 

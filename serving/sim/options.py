@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 from serving.core.balance_prefill import NUM_CLASSES
+from sharding.config_file import check
 
 _POSITIVE = "a number above 0"
 
@@ -32,8 +33,8 @@ class PrefillOptions:
     spill_ms: float = 100.0
 
     def __post_init__(self) -> None:
-        _check(self.unit >= 1, "unit", self.unit, "at least 1")
-        _check(self.step_ms > self.base_ms, "step_ms", self.step_ms, "more than base_ms")
+        check(self.unit >= 1, "unit", self.unit, "at least 1")
+        check(self.step_ms > self.base_ms, "step_ms", self.step_ms, "more than base_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,12 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         for name in ("base_ms", "row_ms", "context_ms", "tokens_spread"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        _check(self.base_ms + self.row_ms > 0, "base_ms", self.base_ms, f"{_POSITIVE}, or row_ms")
-        _check(self.tokens_per_step >= 1, "tokens_per_step", self.tokens_per_step, "at least 1")
+            check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        check(self.base_ms + self.row_ms > 0, "base_ms", self.base_ms, f"{_POSITIVE}, or row_ms")
+        check(self.tokens_per_step >= 1, "tokens_per_step", self.tokens_per_step, "at least 1")
         for name in ("unit", "requests_max", "context_max"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _check(self.expected_output >= 0, "expected_output", self.expected_output, "at least 0")
+            check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        check(self.expected_output >= 0, "expected_output", self.expected_output, "at least 0")
 
     def step_ms(self, num_requests: float, num_tokens: float) -> float:
         """Time of a step in which the slowest worker has this many requests and this context."""
@@ -84,8 +85,8 @@ class VisionOptions:
     image_tokens: int = 1_000
 
     def __post_init__(self) -> None:
-        _check(self.token_ms > 0, "token_ms", self.token_ms, _POSITIVE)
-        _check(self.image_tokens >= 1, "image_tokens", self.image_tokens, "at least 1")
+        check(self.token_ms > 0, "token_ms", self.token_ms, _POSITIVE)
+        check(self.image_tokens >= 1, "image_tokens", self.image_tokens, "at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +110,10 @@ class LinkOptions:
     state_bytes: int = 2_916_136
 
     def __post_init__(self) -> None:
-        _check(self.gpus_per_machine >= 1, "gpus_per_machine", self.gpus_per_machine, "at least 1")
-        _check(self.machine_gb_s > 0, "machine_gb_s", self.machine_gb_s, _POSITIVE)
+        check(self.gpus_per_machine >= 1, "gpus_per_machine", self.gpus_per_machine, "at least 1")
+        check(self.machine_gb_s > 0, "machine_gb_s", self.machine_gb_s, _POSITIVE)
         for name in ("between_gb_s", "between_ms", "kv_bytes_per_token", "state_bytes"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +137,11 @@ class StoreOptions:
     host_tokens: int = 2_000_000
 
     def __post_init__(self) -> None:
-        _check(self.read_gb_s > 0, "read_gb_s", self.read_gb_s, _POSITIVE)
+        check(self.read_gb_s > 0, "read_gb_s", self.read_gb_s, _POSITIVE)
         for name in ("fetch_ms", "tokens_max", "host_tokens"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         allowed = ("computed", "dispatched")
-        _check(self.visible in allowed, "visible", self.visible, "computed or dispatched")
+        check(self.visible in allowed, "visible", self.visible, "computed or dispatched")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +168,11 @@ class FailureOptions:
     def __post_init__(self) -> None:
         means = ("prefill_mean_s", "decode_mean_s", "network_mean_s", "store_mean_s")
         for name in (*means, "detect_ms"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("network_s", "store_s"):
-            _check(getattr(self, name) > 0, name, getattr(self, name), _POSITIVE)
+            check(getattr(self, name) > 0, name, getattr(self, name), _POSITIVE)
         is_later = self.repair_s * 1e3 > self.detect_ms
-        _check(is_later, "repair_s", self.repair_s, f"more than detect_ms, {self.detect_ms}")
+        check(is_later, "repair_s", self.repair_s, f"more than detect_ms, {self.detect_ms}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,8 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         is_right = len(self.ttft_ms) == NUM_CLASSES and all(ms > 0 for ms in self.ttft_ms)
-        _check(is_right, "ttft_ms", self.ttft_ms, f"{NUM_CLASSES} numbers above 0")
-        _check(self.itl_ms > 0, "itl_ms", self.itl_ms, _POSITIVE)
+        check(is_right, "ttft_ms", self.ttft_ms, f"{NUM_CLASSES} numbers above 0")
+        check(self.itl_ms > 0, "itl_ms", self.itl_ms, _POSITIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,3 @@ class WorkerCounts:
                 "workers, both at least 1, such as 64p64d, or 64p64d4v with vision workers"
             )
         return cls(int(found[1]), int(found[2]), int(found[3] or 0))
-
-
-def _check(is_right: bool, name: str, received: object, expected: str) -> None:
-    if not is_right:
-        raise ValueError(f"{name}: received {received}; expected {expected}")
