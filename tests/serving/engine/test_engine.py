@@ -23,6 +23,7 @@ from serving.core.request import (
 )
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine, EngineLimits, run_step
+from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
     BUCKETS,
     EOS,
@@ -34,10 +35,6 @@ from tests.serving.engine.simulated_device import (
 )
 
 LONG = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length)]
 
 
 # --- random traces ------------------------------------------------------------

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from serving.core.buckets import StepKind
 from serving.core.request import FinishReason, SamplingParams
 from serving.core.step_plan import LAST_SAMPLED
+from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
     BUCKETS,
     VOCAB_SIZE,
@@ -27,10 +28,6 @@ DRAFT_BUCKETS = make_buckets(
     prefill=[(4, 8, 16), (4, 16, 16)], decode=[(1, 6, 16), (2, 2, 16), (2, 8, 16), (6, 9, 16)]
 )
 LONG = SamplingParams(max_tokens=20, temperature=0, seed=3, ignore_eos=True)
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length)]
 
 
 def play(

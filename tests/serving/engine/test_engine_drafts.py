@@ -14,8 +14,8 @@ import pytest
 from serving.core.request import FinishReason, SamplingParams
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine
+from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
-    VOCAB_SIZE,
     CheckedEngine,
     make_buckets,
     make_limits,
@@ -23,10 +23,6 @@ from tests.serving.engine.simulated_device import (
 
 BUCKETS = make_buckets(prefill=[(4, 16, 16)], decode=[(4, 4, 16), (4, 12, 16), (4, 24, 16)])
 LONG = SamplingParams(max_tokens=40, temperature=0, seed=3, ignore_eos=True)
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length)]
 
 
 def run(num_drafts: int, in_flight_max: int = 1, num_snapshots: int = 0) -> CheckedEngine:

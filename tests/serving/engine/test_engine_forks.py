@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 
 from serving.core.forking import fork
 from serving.core.request import QueueFullError, Request, SamplingParams
+from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
     BUCKETS,
-    VOCAB_SIZE,
     CheckedEngine,
     make_limits,
 )
 
 LONG = SamplingParams(max_tokens=9, temperature=0.5, seed=3, ignore_eos=True)
-
-
-def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
-    return tuple((i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length))
 
 
 def admit(
@@ -33,7 +29,7 @@ def admit(
     name: str = "r",
     salt: int = 0,
 ) -> list[str]:
-    request = Request(name, prompt_of(length, salt), sampling)
+    request = Request(name, tuple(prompt_of(length, salt)), sampling)
     return [checked.admit_request(sample) for sample in fork(request, num_samples)]
 
 
@@ -100,7 +96,7 @@ def test_aborting_all_at_every_moment_leaves_nothing_behind(last_first: bool) ->
 
 def test_held_samples_count_as_waiting() -> None:
     checked = CheckedEngine(make_limits(waiting_max=2, num_slots=2, num_snapshots=4), BUCKETS)
-    request = Request("r", prompt_of(9), LONG)
+    request = Request("r", tuple(prompt_of(9)), LONG)
     with pytest.raises(QueueFullError, match="3 requests wait already and the limit is 2"):
         for sample in fork(request, 4):
             checked.admit_request(sample)

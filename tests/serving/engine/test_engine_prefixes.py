@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from serving.core.request import Request, RequestImage, SamplingParams
+from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
     BUCKETS,
-    VOCAB_SIZE,
     CheckedEngine,
     make_image,
     make_limits,
@@ -19,10 +19,6 @@ from tests.serving.engine.simulated_device import (
 
 ONE = SamplingParams(max_tokens=1, temperature=0, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=20, temperature=0, seed=3, ignore_eos=True)
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length)]
 
 
 def make_checked(

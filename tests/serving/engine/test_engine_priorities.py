@@ -8,19 +8,15 @@ import pytest
 
 from serving.core.request import PRIORITY_MAX, Request, RequestError, SamplingParams
 from serving.core.waiting_queue import OUTRANKED_MAX
+from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
     BUCKETS,
-    VOCAB_SIZE,
     CheckedEngine,
     make_limits,
 )
 
 LONG = SamplingParams(max_tokens=30, temperature=0, seed=3, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=3, temperature=0, seed=3, ignore_eos=True)
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length)]
 
 
 @pytest.mark.parametrize("in_flight_max", [1, 2])

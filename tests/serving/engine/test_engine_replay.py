@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.request import Request, RequestError, RequestImage, SamplingParams
+from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
     BUCKETS,
     ROLLBACK_MAX,
-    VOCAB_SIZE,
     WINDOW,
     CheckedEngine,
     make_buckets,
@@ -33,10 +33,6 @@ LONG = SamplingParams(max_tokens=20, temperature=0, seed=3, ignore_eos=True)
 WIDE = make_buckets(
     prefill=[(3, 6, 16), (4, 40, 16)], decode=[(1, 1, 16), (4, 4, 16), (4, 12, 16), (4, 24, 16)]
 )
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length)]
 
 
 def make_checked(
