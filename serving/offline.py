@@ -42,7 +42,12 @@ from serving.engine.engine import run_step
 from serving.engine.step_times import TimedExecutor
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
-from serving.frontend.images import EncodedPrompt, ImageReader, check_image_parts
+from serving.frontend.images import (
+    EncodedPrompt,
+    ImageReader,
+    check_image_parts,
+    refuse_placeholders,
+)
 from serving.loading import LoadedModel, load_model
 from serving.transport.driver import SystemClock
 from sharding.config_file import override
@@ -260,7 +265,9 @@ class LLM:
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         with recipe_errors({"model": "-", "messages": "-"}):
-            return self._model.codec.encode_text(text)
+            token_ids = self._model.codec.encode_text(text)
+        refuse_placeholders(token_ids, self._model.facts.images, "prompt")
+        return token_ids
 
     def _encode_chat(self, chat: list[Any], options: dict[str, Any]) -> EncodedPrompt:
         body = {"model": "offline", "messages": chat, **options}
@@ -284,7 +291,9 @@ class LLM:
                     f"token {index} of the prompt is {token!r}; expected 0 to {vocab_size - 1}",
                     "prompt_token_ids",
                 )
-        return tuple(cast(list[int], ids))
+        token_ids = tuple(cast(list[int], ids))
+        refuse_placeholders(token_ids, self._model.facts.images, "prompt_token_ids")
+        return token_ids
 
     def _run(
         self, requests: Sequence[Request], names: Sequence[str], progress: bool

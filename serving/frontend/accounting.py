@@ -82,7 +82,7 @@ class Account:
         self._has_entered = self._is_accepted = self._is_recorded = False
         self._reasons: dict[int, str] = {}
         self._cached: dict[int, int] = {}
-        self._num_generated = 0
+        self._has_tokens = False
         self._first_token_s = 0.0
         self._start_ns = self._progress_ns = accounting.clock.now_ns()
         self._record = UsageRecord(
@@ -126,11 +126,11 @@ class Account:
             raise unavailable("Usage cannot be recorded; the log has more") from None
 
     def add(self, update: Update) -> None:
-        """Counts what is about to be delivered."""
+        """Notes what is about to be delivered; the call itself counts its tokens."""
         now_ns = self._accounting.clock.now_ns()
-        if not self._num_generated:
+        if not self._has_tokens:
+            self._has_tokens = True
             self._first_token_s = s_of_ns(now_ns - self._start_ns)
-        self._num_generated += len(update.token_ids)
         if not self.requests[update.index].sample_index:
             self._cached[update.index] = update.num_cached_tokens
         if update.finish_reason is not None:
@@ -173,9 +173,10 @@ class Account:
         if self._reservation.is_over:
             return None
         accounting, num_cached = self._accounting, sum(self._cached.values())
-        accounting.quotas.settle(self._reservation, num_cached, self._num_generated)
+        num_generated = self._call.num_generated_tokens()
+        accounting.quotas.settle(self._reservation, num_cached, num_generated)
         if self._has_entered:
-            correction = self._num_generated - self._num_output - num_cached
+            correction = num_generated - self._num_output - num_cached
             accounting.queue.leave(self.tenant, len(self.requests), correction)
         if not self._is_accepted:
             return None
@@ -192,7 +193,7 @@ class Account:
         return replace(
             self._record,
             num_cached_tokens=sum(self._cached.values()),
-            num_generated_tokens=self._num_generated,
+            num_generated_tokens=self._call.num_generated_tokens(),
             num_reasoning_tokens=self._call.num_reasoning_tokens(),
             first_token_s=self._first_token_s,
             duration_s=s_of_ns(self._accounting.clock.now_ns() - self._start_ns),

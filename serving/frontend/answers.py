@@ -138,8 +138,8 @@ class Answer(Response):
             for update in updates:
                 if call.is_over(update.index):
                     continue
-                account.add(update)
                 data += call.feed(update)
+                account.add(update)
                 if call.is_over(update.index):
                     num_open -= 1
                     stream.end(update.index)

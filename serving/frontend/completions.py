@@ -8,9 +8,11 @@ from serving.clock import Clock
 from serving.core.forking import fork
 from serving.core.request import FinishReason, Request, TokenLogprob
 from serving.frontend import fields
+from serving.frontend.answer_tokens import AnswerTokens
 from serving.frontend.conversion import ServedModel, check_room
 from serving.frontend.errors import ApiError, bad_request, decode_body
 from serving.frontend.gateway import Update
+from serving.frontend.images import refuse_placeholders
 from serving.frontend.protocols import (
     DONE_EVENT,
     event,
@@ -18,7 +20,6 @@ from serving.frontend.protocols import (
     make_call_id,
     refuse_stop_strings,
     usage,
-    visible_tokens,
 )
 from serving.frontend.text import PlainDecoder
 
@@ -72,9 +73,7 @@ class CompletionCall:
         stop = fields.stop_strings(body)
         refuse_stop_strings(stop, constraint)
         echoes = fields.boolean(body, "echo")
-        self._texts = [
-            _Text(model, request.prompt_token_ids, stop, echoes) for request in self.requests
-        ]
+        self._texts = [_Text(model, request, stop, echoes) for request in self.requests]
 
     def opening(self) -> bytes:
         """Nothing: this dialect has no roles."""
@@ -85,8 +84,7 @@ class CompletionCall:
         text = self._texts[update.index]
         if text.finish_reason is not None:
             return b""
-        sampling = self.requests[update.index].sampling
-        new = text.take(update, visible_tokens(update, sampling, self._model.eos_token_id))
+        new = text.take(update)
         if not self.is_streamed or (not new and text.finish_reason is None):
             return b""
         logprobs = text.take_logprobs()
@@ -103,6 +101,10 @@ class CompletionCall:
     def failing(self, error: ApiError) -> bytes:
         """The error and the mark of the end."""
         return failing_events(error)
+
+    def num_generated_tokens(self) -> int:
+        """The tokens of all samples that were delivered."""
+        return sum(text.tokens.num_generated for text in self._texts)
 
     def num_reasoning_tokens(self) -> int:
         """None: raw text is not told apart."""
@@ -138,8 +140,8 @@ class CompletionCall:
         firsts = slice(None, None, self._num_samples)
         return usage(
             sum(len(request.prompt_token_ids) for request in self.requests[firsts]),
-            sum(text.num_generated for text in self._texts),
-            sum(text.num_cached for text in self._texts[firsts]),
+            self.num_generated_tokens(),
+            sum(text.tokens.num_cached for text in self._texts[firsts]),
         )
 
 
@@ -147,31 +149,30 @@ class _Text:
     """The text of one sample so far."""
 
     def __init__(
-        self, model: ServedModel, prompt: tuple[int, ...], stop: tuple[str, ...], echoes: bool
+        self, model: ServedModel, request: Request, stop: tuple[str, ...], echoes: bool
     ) -> None:
         self.text = ""
         self.finish_reason: str | None = None
-        self.num_generated = 0
-        self.num_cached = 0
+        self.tokens = AnswerTokens(request.sampling, model.eos_token_id, has_stops=bool(stop))
         self._decoder = PlainDecoder(model.codec, stop)
-        self._unsent = model.codec.decode(prompt) if echoes else ""
+        self._unsent = model.codec.decode(request.prompt_token_ids) if echoes else ""
         self._codec = model.codec
         self._entries: list[tuple[int, TokenLogprob]] = []
         self._has_logprobs = False
         self._offset = 0
 
-    def take(self, update: Update, visible: list[int]) -> str:
+    def take(self, update: Update) -> str:
         """Adds an update; returns the text that it made certain."""
-        self.num_generated += len(update.token_ids)
-        self.num_cached = update.num_cached_tokens
         new, self._unsent = self._unsent, ""
         self._has_logprobs |= bool(update.logprobs)
-        self._entries += zip(visible, update.logprobs, strict=False)
-        text, is_stopped = self._decoder.push(visible)
-        new += text
-        if is_stopped:
-            self.finish_reason = "stop"
-        elif update.finish_reason is not None:
+        for visible, logprobs in self.tokens.pieces(update):
+            self._entries += zip(visible, logprobs, strict=False)
+            text, is_stopped = self._decoder.push(visible)
+            new += text
+            if is_stopped:
+                self.finish_reason = "stop"
+                break
+        if self.finish_reason is None and update.finish_reason is not None:
             new += self._decoder.finish()
             is_length = update.finish_reason is FinishReason.LENGTH
             self.finish_reason = "length" if is_length else "stop"
@@ -282,6 +283,7 @@ def _prompt(value: object, model: ServedModel, expected: str) -> tuple[int, ...]
         raise bad_request(f"prompt holds {value!r}; {expected}", "prompt")
     if not prompt:
         raise bad_request("prompt has no tokens; expected at least one", "prompt")
+    refuse_placeholders(prompt, model.images.geometry, "prompt")
     return prompt
 
 

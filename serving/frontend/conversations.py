@@ -10,11 +10,12 @@ import msgspec
 from serving.clock import Clock
 from serving.core.request import OutputConstraint, Request
 from serving.frontend import fields
-from serving.frontend.conversion import ServedModel
+from serving.frontend.answer_tokens import AnswerTokens, chunks_of
+from serving.frontend.conversion import ServedModel, starts_thinking
 from serving.frontend.errors import ApiError
 from serving.frontend.gateway import Update
 from serving.frontend.images import EncodedPrompt
-from serving.frontend.protocols import chunks_of, event, visible_tokens
+from serving.frontend.protocols import event
 
 
 class ConversationCall(ABC):
@@ -65,7 +66,6 @@ class ConversationCall(ABC):
             )
         ]
         self.is_streamed = converted.stream
-        self._eos_token_id = model.eos_token_id
         self._usage_events = frozenset(usage_events)
         self._response_type = response
         num_tokens = len(prompt.token_ids)
@@ -73,12 +73,12 @@ class ConversationCall(ABC):
         self._processor = recipe.StreamProcessor(
             generator, converted.parsing_options, model.codec.tokenizer
         )
-        stage = converted.parsing_options.thinking_initial_stage
-        self._is_thinking = stage is not None and stage.starts_in_reasoning()
-        self._thinking_end = model.codec.tokenizer.encode("</think>")
-        self._num_reasoning = 0
-        self.num_generated = 0
-        self.num_cached = 0
+        self.tokens = AnswerTokens(
+            sampling,
+            model.eos_token_id,
+            has_stops=bool(converted.parsing_options.stop_sequences),
+            thinking_end=model.codec.thinking_end if starts_thinking(converted) else None,
+        )
         self.num_events = 0
 
     def opening(self) -> bytes:
@@ -90,11 +90,7 @@ class ConversationCall(ABC):
         """Parses the tokens of one update into events."""
         if self._processor.finished:
             return b""
-        self.num_generated += len(update.token_ids)
-        self.num_cached = update.num_cached_tokens
-        self._count_reasoning(update.token_ids)
-        visible = visible_tokens(update, self.requests[0].sampling, self._eos_token_id)
-        return self._take(chunks_of(self._processor, update, visible))
+        return self._take(chunks_of(self._processor, self.tokens, update))
 
     def is_over(self, index: int) -> bool:
         """Whether the text has ended."""
@@ -108,24 +104,19 @@ class ConversationCall(ABC):
         """The error as an event."""
         return _named_event("error", msgspec.json.encode(self._error_object(error)))
 
+    def num_generated_tokens(self) -> int:
+        """The tokens that were delivered."""
+        return self.tokens.num_generated
+
     def num_reasoning_tokens(self) -> int:
         """The tokens before the end of thinking."""
-        return self._num_reasoning
+        return self.tokens.num_reasoning
 
     def answer(self) -> bytes:
         """The whole answer as one object."""
         body = msgspec.json.decode(self._response.to_json())
         self._correct_usage(body)
         return msgspec.json.encode(body)
-
-    def _count_reasoning(self, token_ids: Sequence[int]) -> None:
-        if not self._is_thinking:
-            return
-        for token in token_ids:
-            if [token] == self._thinking_end:
-                self._is_thinking = False
-                return
-            self._num_reasoning += 1
 
     def _take(self, events: Sequence[Any]) -> bytes:
         self.num_events += len(events)

@@ -90,6 +90,12 @@ def tokens_left(
     return converted.resolve_max_tokens(num_tokens, model.context_max)
 
 
+def starts_thinking(converted: recipe.ConversationRequest) -> bool:
+    """Whether the answer begins with thinking."""
+    stage = converted.parsing_options.thinking_initial_stage
+    return stage is not None and stage.starts_in_reasoning()
+
+
 def check_room(num_tokens: int, model: ServedModel, param: str, how_sure: str = "") -> None:
     """Raises ApiError 400 for a prompt that leaves no room for a token."""
     if num_tokens >= model.context_max:
@@ -115,8 +121,7 @@ def constraint_of(
     Raises:
         ApiError: 400, two forms at once, or one that is not understood.
     """
-    stage = converted.parsing_options.thinking_initial_stage
-    after_thinking = stage is not None and stage.starts_in_reasoning()
+    after_thinking = starts_thinking(converted)
     guided = fields.guided_constraint(body, after_thinking=after_thinking)
     wanted = converted.inference_options.output_constraint
     if wanted is None:

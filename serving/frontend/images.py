@@ -14,7 +14,7 @@ import hashlib
 import io
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,21 @@ class ImageReader:
             return prepare(data, geometry, self.limits, is_low_detail=source.detail == "low")
         except _ImageError as error:
             raise bad_request(f"{_name(index, source)} {error}", _PARAM) from None
+
+
+def refuse_placeholders(
+    token_ids: Sequence[int], geometry: ImageGeometry | None, param: str
+) -> None:
+    """Raise ApiError 400 for a raw prompt with the token that stands for an image.
+
+    Such a token takes what it means from an image, and a raw prompt has none.
+    """
+    if geometry is not None and geometry.token_id in token_ids:
+        raise bad_request(
+            f"token {token_ids.index(geometry.token_id)} of the {param} is {geometry.token_id}, "
+            "which stands for an image; expected no images in raw prompts, send them in a chat",
+            param,
+        )
 
 
 def check_image_parts(body: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from serving.frontend.conversion import (
     constraint_of,
     convert,
     encode,
+    starts_thinking,
     tokens_left,
 )
 from serving.frontend.errors import (
@@ -66,9 +67,9 @@ class MessagesCall(ConversationCall):
     def _correct_usage(self, holder: dict[str, Any]) -> None:
         usage = holder["usage"] = holder.get("usage") or {}
         # In this dialect input tokens are those that were computed.
-        usage["input_tokens"] = len(self.requests[0].prompt_token_ids) - self.num_cached
-        usage["cache_read_input_tokens"] = self.num_cached
-        usage["output_tokens"] = self.num_generated
+        usage["input_tokens"] = len(self.requests[0].prompt_token_ids) - self.tokens.num_cached
+        usage["cache_read_input_tokens"] = self.tokens.num_cached
+        usage["output_tokens"] = self.tokens.num_generated
 
     def _error_object(self, error: ApiError) -> dict[str, Any]:
         return error.message_fields()
@@ -145,10 +146,8 @@ def _format(
             )
         if converted.inference_options.output_constraint is not None:
             raise bad_request(f"received {param} and tools; expected at most one of them", param)
-        stage = converted.parsing_options.thinking_initial_stage
-        after_thinking = stage is not None and stage.starts_in_reasoning()
         text = msgspec.json.encode(wanted["schema"]).decode()
-        return OutputConstraint(ConstraintKind.JSON, text, after_thinking, param)
+        return OutputConstraint(ConstraintKind.JSON, text, starts_thinking(converted), param)
     return None
 
 

@@ -16,18 +16,19 @@ from serving.clock import Clock
 from serving.core.forking import fork
 from serving.core.request import (
     TOOL_KINDS,
-    FinishReason,
     OutputConstraint,
     Request,
     SamplingParams,
 )
 from serving.frontend import fields
+from serving.frontend.answer_tokens import AnswerTokens, chunks_of
 from serving.frontend.conversion import (
     SentSchemas,
     ServedModel,
     constraint_of,
     convert,
     encode,
+    starts_thinking,
     tokens_left,
 )
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
@@ -75,8 +76,12 @@ class Call(Protocol):
         """The events that end a stream by a fault."""
         ...
 
+    def num_generated_tokens(self) -> int:
+        """The tokens that were delivered by now, those included that ended an answer."""
+        ...
+
     def num_reasoning_tokens(self) -> int:
-        """The generated tokens that were thinking, as far as they are known by now."""
+        """Those of them that were thinking."""
         ...
 
     def answer(self) -> bytes:
@@ -98,32 +103,6 @@ def failing_events(error: ApiError) -> bytes:
 def make_call_id(prefix: str) -> str:
     """A name for one call that no other call has."""
     return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def visible_tokens(update: Update, sampling: SamplingParams, eos: int | None) -> list[int]:
-    """The tokens of an update that are text: all but the one that stopped the sequence."""
-    tokens = update.token_ids
-    if update.finish_reason is FinishReason.STOP and tokens:
-        is_eos = tokens[-1] == eos and not sampling.ignore_eos
-        if is_eos or tokens[-1] in sampling.stop_token_ids:
-            return tokens[:-1]
-    return tokens
-
-
-def chunks_of(processor: Any, update: Update, visible: list[int]) -> list[Any]:
-    """What deepseek-recipe's stream `processor` makes of an update and its visible tokens."""
-    chunks: list[Any] = []
-    if visible:
-        # The last token may be missing from `visible`, but not from the reports.
-        logprobs = [(entry.logprob, entry.top) for entry in update.logprobs[: len(visible)]]
-        chunks += processor.push(recipe.InferenceChunk.tokens(visible, logprobs or None))
-    if update.finish_reason is not None and not processor.finished:
-        reason = recipe.InferenceFinishReason.Stop
-        if update.finish_reason is FinishReason.LENGTH:
-            reason = recipe.InferenceFinishReason.Length
-        chunks += processor.push(recipe.InferenceChunk.finish(reason))
-        chunks += processor.finish()
-    return chunks
 
 
 def refuse_stop_strings(stop: Sequence[str], constraint: OutputConstraint | None) -> None:
@@ -149,29 +128,26 @@ def usage(prompt: int, generated: int, cached: int) -> dict[str, Any]:
 class _ChatSample:
     """One answer to a chat: what is parsed of it, and its counts."""
 
-    def __init__(self, converted: Any, call_id: str, model: ServedModel, created: int) -> None:
-        self.num_generated = 0
-        self.num_cached = 0
+    def __init__(
+        self,
+        converted: Any,
+        sampling: SamplingParams,
+        call_id: str,
+        model: ServedModel,
+        created: int,
+    ) -> None:
+        options = converted.parsing_options
+        self.is_thinking = starts_thinking(converted)
+        self.tokens = AnswerTokens(
+            sampling,
+            model.eos_token_id,
+            has_stops=bool(options.stop_sequences),
+            thinking_end=model.codec.thinking_end if self.is_thinking else None,
+        )
         self.usage: dict[str, Any] = {}
         self.response = recipe.ChatCompletionResponse(call_id, model.name, created, 0, 0)
         generator = recipe.ChatCompletionRequest.chunk_generator(converted, call_id, model.name)
-        self.processor = recipe.StreamProcessor(
-            generator, converted.parsing_options, model.codec.tokenizer
-        )
-
-    def take(self, update: Update, visible: list[int]) -> list[Any]:
-        """The chunks of one update."""
-        self.num_generated += len(update.token_ids)
-        self.num_cached = update.num_cached_tokens
-        return chunks_of(self.processor, update, visible)
-
-    def num_reasoning(self) -> int | None:
-        """Tokens of reasoning, once the answer is over; None if there is no such count."""
-        details = self.usage.get("completion_tokens_details") or {}
-        if "reasoning_tokens" not in details:
-            return None
-        # The parser counts tokens again that it held back for an unfinished character.
-        return min(details["reasoning_tokens"], self.num_generated)
+        self.processor = recipe.StreamProcessor(generator, options, model.codec.tokenizer)
 
 
 class ChatCall:
@@ -227,7 +203,9 @@ class ChatCall:
         )
         self._num_prompt = len(prompt.token_ids)
         created = clock.unix_s()
-        self._samples = [_ChatSample(converted, call_id, model, created) for _ in self.requests]
+        self._samples = [
+            _ChatSample(converted, sampling, call_id, model, created) for _ in self.requests
+        ]
 
     def opening(self) -> bytes:
         """The chunks with the roles."""
@@ -243,9 +221,7 @@ class ChatCall:
         sample = self._samples[update.index]
         if sample.processor.finished:
             return b""
-        sampling = self.requests[update.index].sampling
-        visible = visible_tokens(update, sampling, self._model.eos_token_id)
-        return self._take(update.index, sample.take(update, visible))
+        return self._take(update.index, chunks_of(sample.processor, sample.tokens, update))
 
     def is_over(self, index: int) -> bool:
         """Whether the text of a sample has ended."""
@@ -277,9 +253,13 @@ class ChatCall:
         answer["usage"] = self._counted()
         return msgspec.json.encode(answer)
 
+    def num_generated_tokens(self) -> int:
+        """The tokens of all samples that were delivered."""
+        return sum(sample.tokens.num_generated for sample in self._samples)
+
     def num_reasoning_tokens(self) -> int:
-        """Those that the parser has found in the samples that are over."""
-        return sum(sample.num_reasoning() or 0 for sample in self._samples)
+        """The tokens of all samples before the end of thinking."""
+        return sum(sample.tokens.num_reasoning for sample in self._samples)
 
     def _take(self, index: int, chunks: Sequence[Any]) -> bytes:
         sample = self._samples[index]
@@ -319,18 +299,17 @@ class ChatCall:
 
     def _counts(self) -> dict[str, Any]:
         """Our counts: the prompt once, and the tokens of all samples."""
-        num_generated = sum(sample.num_generated for sample in self._samples)
-        return usage(self._num_prompt, num_generated, self._samples[0].num_cached)
+        num_cached = self._samples[0].tokens.num_cached
+        return usage(self._num_prompt, self.num_generated_tokens(), num_cached)
 
     def _counted(self) -> dict[str, Any]:
         """The parser's usage with our counts: it does not see tokens that made no text."""
         counted = self._samples[0].usage | self._counts()
-        num_reasoning = [sample.num_reasoning() for sample in self._samples]
-        if any(count is not None for count in num_reasoning):
+        if self._samples[0].is_thinking:
             details = counted.get("completion_tokens_details") or {}
-            total = sum(count or 0 for count in num_reasoning)
-            counted["completion_tokens_details"] = details | {"reasoning_tokens": total}
-        cached = self._samples[0].num_cached
+            num_reasoning = {"reasoning_tokens": self.num_reasoning_tokens()}
+            counted["completion_tokens_details"] = details | num_reasoning
+        cached = self._samples[0].tokens.num_cached
         counted["prompt_cache_hit_tokens"] = cached
         counted["prompt_cache_miss_tokens"] = self._num_prompt - cached
         return counted

@@ -78,10 +78,10 @@ class ResponsesCall(ConversationCall):
         prompt = len(self.requests[0].prompt_token_ids)
         usage = holder["usage"] = holder.get("usage") or {}
         usage["input_tokens"] = prompt
-        usage["input_tokens_details"] = {"cached_tokens": self.num_cached}
-        usage["output_tokens"] = self.num_generated
-        usage["output_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens()}
-        usage["total_tokens"] = prompt + self.num_generated
+        usage["input_tokens_details"] = {"cached_tokens": self.tokens.num_cached}
+        usage["output_tokens"] = self.tokens.num_generated
+        usage["output_tokens_details"] = {"reasoning_tokens": self.tokens.num_reasoning}
+        usage["total_tokens"] = prompt + self.tokens.num_generated
 
     def _error_object(self, error: ApiError) -> dict[str, Any]:
         found = error.fields()

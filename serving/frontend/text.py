@@ -21,6 +21,7 @@ class TextCodec:
 
     Attributes:
         tokenizer: deepseek-recipe's tokenizer, for the stream parsers.
+        thinking_end: the token that ends thinking, None where no single one does.
         special_tokens: how this tokenizer spells them, for converting requests.
     """
 
@@ -38,6 +39,8 @@ class TextCodec:
         encoding = recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
         self._encoding = encoding.with_special_tokens(self.special_tokens)
         self._newline = tokenizer.encode("\n")
+        thinking_end = tokenizer.encode("</think>")
+        self.thinking_end = thinking_end[0] if len(thinking_end) == 1 else None
 
     @classmethod
     def load(cls, model_dir: Path) -> "TextCodec":

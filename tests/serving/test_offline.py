@@ -270,6 +270,7 @@ def test_controls_of_rows(tmp_path: Path) -> None:
         ({"messages": "x"}, "messages is no list"),
         ({"prompt": ""}, "no tokens"),
         ({"prompt_token_ids": [3, 320]}, "320"),
+        ({"prompt_token_ids": [3, 318]}, "318, which stands for an image"),
         ({"prompt_token_ids": [3, "a"]}, "token 1"),
         ({"prompt_token_ids": [3, True]}, "token 1"),
         ({"prompt_token_ids": [3] * 600}, "600 tokens"),

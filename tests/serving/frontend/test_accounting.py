@@ -19,7 +19,7 @@ import pytest
 
 from serving.frontend.auth import Scope, SqliteKeyStore
 from serving.frontend.usage import UsageRecord, read_records
-from tests.serving.frontend.alphabet import completion, events_of, letter_at, wait_for
+from tests.serving.frontend.alphabet import HELLO, completion, events_of, letter_at, wait_for
 from tests.serving.running_service import RunningService
 from tests.serving.scripted import ScriptedExecutor
 
@@ -113,6 +113,23 @@ def test_hanging_up_is_recorded_once(shop: Shop) -> None:
     )
     record = shop.record_of(name)
     assert record.finish_reason == "abort" and 0 < record.num_generated_tokens < 480
+
+
+def test_thinking_that_is_hung_up_on_is_counted(shop: Shop) -> None:
+    headers = {"authorization": f"Bearer {shop.keys['acme']}"}
+    url = f"{shop.service.url}/v1/chat/completions"
+    body = {"model": "tiny-v41", "messages": HELLO, "max_tokens": 400, "stream": True}
+    with httpx.stream("POST", url, json=body, headers=headers) as answer:
+        name = answer.headers["x-request-id"]
+        lines = answer.iter_lines()
+        assert any('"reasoning_content":"' in line for line in lines)
+        assert next(line for line in lines if line)
+    wait_for(
+        lambda: any(row.request_id == name for row in read_records(shop.database)), "the record"
+    )
+    record = shop.record_of(name)
+    assert record.finish_reason == "abort"
+    assert 0 < record.num_reasoning_tokens == record.num_generated_tokens
 
 
 def test_scopes_of_other_routes(shop: Shop) -> None:

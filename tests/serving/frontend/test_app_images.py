@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.serving import running_service
-from tests.serving.frontend.alphabet import letter_at
+from tests.serving.frontend.alphabet import CODEC, letter_at
 from tests.serving.running_service import RunningService
 from tests.serving.scripted import ScriptedExecutor
 
@@ -128,6 +128,17 @@ def test_an_image_larger_than_a_prefill_step_is_refused() -> None:
         assert response.status_code == 400
         assert "image 1 has 14 tokens; expected at most 8" in response.json()["error"]["message"]
         assert post(service, user(GOOD)).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [[5, 318, 6], "a" + CODEC.decode([318]), ["a", [318]]])
+def test_raw_prompts_cannot_hold_what_stands_for_an_image(
+    service: RunningService, prompt: object
+) -> None:
+    body = {"model": "tiny-v41", "prompt": prompt, "max_tokens": 3}
+    response = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "prompt"
+    assert "is 318, which stands for an image" in error["message"]
 
 
 def test_a_model_without_an_encoder_takes_text_only(monkeypatch: pytest.MonkeyPatch) -> None:

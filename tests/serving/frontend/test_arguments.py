@@ -1,4 +1,5 @@
-"""Goal: the commands for keys and usage take what they need and refuse what they do not know.
+"""Goal: the commands for keys and usage take what they need and refuse what they do not know, and
+help names all commands.
 
 Method: lines of arguments, parsed.
 """
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from serving.frontend.arguments import add_administration
+import serving.__main__ as command_line
+from serving.frontend.arguments import COMMANDS, add_administration
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -32,3 +34,14 @@ def test_lines() -> None:
 def test_refusals(line: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse(*line)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command_line.main(["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    (actions,) = command_line._parser()._subparsers._group_actions  # pyright: ignore
+    assert list(actions.choices) and set(actions.choices) == set(COMMANDS)  # pyright: ignore
+    for name, what in COMMANDS.items():
+        assert f"{name} ({what})" in text

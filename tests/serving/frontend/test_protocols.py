@@ -21,7 +21,6 @@ from serving.frontend.protocols import (
     ChatCall,
     event,
     failing_events,
-    visible_tokens,
 )
 from serving.frontend.text import TextCodec
 from serving.transport.driver import SystemClock
@@ -152,17 +151,6 @@ def test_reasoning_tokens_never_exceed_the_answer() -> None:
     usage = json.loads(call.answer())["usage"]
     assert usage["completion_tokens"] == 11
     assert 0 <= usage["completion_tokens_details"]["reasoning_tokens"] <= 11
-
-
-def test_visible_tokens_leave_out_only_what_stopped_the_sequence() -> None:
-    stopped = Update(0, [5, 1], FinishReason.STOP)
-    plain, ignoring = SamplingParams(), SamplingParams(ignore_eos=True, stop_token_ids=(7,))
-    assert visible_tokens(stopped, plain, 1) == [5]
-    assert visible_tokens(stopped, ignoring, 1) == [5, 1]
-    assert visible_tokens(Update(0, [5, 7], FinishReason.STOP), ignoring, 1) == [5]
-    assert visible_tokens(Update(0, [5, 1], FinishReason.LENGTH), plain, 1) == [5, 1]
-    assert visible_tokens(Update(0, [5]), plain, 1) == [5]
-    assert visible_tokens(Update(0, [], FinishReason.STOP), plain, 1) == []
 
 
 def test_events() -> None:
