@@ -1,0 +1,230 @@
+"""What a storage tier holds, in segments: which payload lies where, and which goes when room is
+needed.
+
+A *segment* is what one call to `write` has made, and is stored and removed as a whole. Room is made
+payload by payload, least recently used first; a segment of which less than half is left goes with
+what is left of it. The index decides and remembers; whoever owns it removes the bytes of the
+segments that are named in `take_removed`.
+"""
+
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from serving.kv.eviction import EvictionQueue
+from serving.kv.store import Buffer, Name, read_header
+
+_LIVE_MIN = 0.5
+"""Share of a segment that must be left for it to stay, when room is needed."""
+
+
+class Row(NamedTuple):
+    """A payload of a segment, as it is written into the segment's own index."""
+
+    kind: int
+    key: bytes
+    size: int
+    tenant: bytes
+    written_s: int
+
+    @property
+    def name(self) -> Name:
+        """What the payload is stored under."""
+        return Name(self.kind, self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Payload `number` of a segment begins at byte `offset` of what was written."""
+
+    segment: Hashable
+    number: int
+    offset: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    size: int
+    names: set[Name] = field(default_factory=set[Name])
+    num_live_bytes: int = 0
+
+
+class SegmentIndex:
+    """The payloads of one tier. Not for several threads at one time.
+
+    Args:
+        bytes_max: of all segments.
+        tenant_bytes_max: of the payloads of one tenant; 0 is no limit.
+        ttl_s: seconds that a payload is kept; 0 is no limit.
+    """
+
+    def __init__(self, bytes_max: int, tenant_bytes_max: int = 0, ttl_s: int = 0) -> None:
+        self._queue = EvictionQueue(bytes_max, tenant_bytes_max, ttl_s)
+        self._payload_bytes_max = min(bytes_max, tenant_bytes_max or bytes_max)
+        self._locations: dict[Name, Location] = {}
+        self._segments: dict[Hashable, _Segment] = {}
+        # Those that are not whole any more: only they can be worth removing.
+        self._worn: set[Hashable] = set()
+        self._removed: list[Hashable] = []
+        self.num_bytes = 0
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._locations)
+
+    def __iter__(self) -> Iterator[Name]:
+        return iter(list(self._locations))
+
+    @property
+    def segments(self) -> set[Hashable]:
+        """The segments that are known."""
+        return set(self._segments)
+
+    @property
+    def tenant_bytes(self) -> dict[bytes, int]:
+        """Bytes of the payloads of each tenant that has any."""
+        return self._queue.tenant_bytes
+
+    def find(self, name: Name, now_s: int) -> Location | None:
+        """Where a payload lies; None if it is not there, or too old."""
+        location = self._locations.get(name)
+        if location is None or self._queue.is_expired(name, now_s):
+            return None
+        return location
+
+    def touch(self, name: Name) -> None:
+        """A payload that is there is used."""
+        self._queue.touch(name)
+
+    def of_tenant(self, tenant: bytes | None) -> list[Name]:
+        """The payloads of a tenant; all of them for None."""
+        return self._queue.of_tenant(tenant)
+
+    def in_segment(self, segment: Hashable) -> set[Name]:
+        """The payloads that are left of a segment."""
+        known = self._segments.get(segment)
+        return set() if known is None else set(known.names)
+
+    def choose(self, payloads: Sequence[Buffer]) -> tuple[list[Row], list[Buffer]]:
+        """What of `payloads` is to be written, after making room within the limits of tenants.
+
+        Those that are stored already are left out, and those that their tenant has no room for.
+        """
+        rows: list[Row] = []
+        parts: list[Buffer] = []
+        seen: set[Name] = set()
+        taken: dict[bytes, int] = {}
+        for data in payloads:
+            header = read_header(data)
+            name, tenant = header.name, header.tenant
+            if name in self._locations or name in seen:
+                continue
+            size = taken.get(tenant, 0) + len(data)
+            if not self._fits_tenant(size, tenant):
+                continue
+            taken[tenant] = size
+            seen.add(name)
+            rows.append(Row(*name, len(data), tenant, header.written_s))
+            parts.append(data)
+        return rows, parts
+
+    def make_room(self, size: int) -> None:
+        """Let payloads go until a segment of `size` bytes fits, or nothing is left."""
+        while self._segments and self.num_bytes + size > self._queue.bytes_max:
+            victim = self._queue.victim(0, b"")
+            if victim is None:
+                self._sweep(1.0)
+                return
+            self._drop(victim)
+            self.num_evicted += 1
+            self._sweep(_LIVE_MIN)
+
+    def adopt(self, segment: Hashable, rows: Sequence[Row], size: int) -> None:
+        """A segment of `size` bytes is stored, whose payloads lie in it one after another.
+
+        A payload that is known from another segment stays there; a segment that is known is
+        passed over.
+        """
+        if segment in self._segments:
+            return
+        known = self._segments[segment] = _Segment(size)
+        self.num_bytes += size
+        offsets = itertools.accumulate((row.size for row in rows), initial=0)
+        places = list(zip(itertools.count(), offsets, rows, strict=False))
+        # The end of a prefix is to go before its beginning.
+        for number, offset, row in reversed(places):
+            if row.name in self._locations:
+                continue
+            self._locations[row.name] = Location(segment, number, offset, row.size)
+            self._queue.add(row.name, row.size, row.tenant, row.written_s)
+            known.names.add(row.name)
+            known.num_live_bytes += row.size
+        if len(known.names) < len(rows) or not rows:
+            self._worn.add(segment)
+        self._sweep(0.0)
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """Drop payloads; those that are not there are passed over."""
+        for name in names:
+            if name in self._locations:
+                self._drop(name)
+        self._sweep(0.0)
+
+    def remove(self, segment: Hashable) -> None:
+        """Drop a segment with all that is left of it."""
+        for name in self.in_segment(segment):
+            self._drop(name)
+        self._remove(segment)
+
+    def expire(self, now_s: int) -> None:
+        """Drop what is too old."""
+        for name in self._queue.expired(now_s):
+            self._drop(name)
+            self.num_evicted += 1
+        self._sweep(0.0)
+
+    def take_removed(self) -> list[Hashable]:
+        """The segments that have left the index since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def _fits_tenant(self, size: int, tenant: bytes) -> bool:
+        """Make room for `size` bytes of a tenant; whether that is possible."""
+        if size > self._payload_bytes_max:
+            # Nothing has to go for what cannot fit in any case.
+            return False
+        while not self._queue.fits(size, tenant):
+            victim = self._queue.victim(size, tenant)
+            if victim is None:
+                return False
+            self._drop(victim)
+            self.num_evicted += 1
+        return True
+
+    def _drop(self, name: Name) -> None:
+        location = self._locations.pop(name)
+        self._queue.remove(name)
+        segment = self._segments[location.segment]
+        segment.names.discard(name)
+        segment.num_live_bytes -= location.size
+        self._worn.add(location.segment)
+
+    def _sweep(self, live_min: float) -> None:
+        """Remove segments of which nothing, or less than a share, is left."""
+        for number in list(self._worn):
+            segment = self._segments[number]
+            if segment.names and segment.num_live_bytes >= live_min * segment.size:
+                continue
+            for name in list(segment.names):
+                self._drop(name)
+                self.num_evicted += 1
+            self._remove(number)
+
+    def _remove(self, segment: Hashable) -> None:
+        known = self._segments.pop(segment, None)
+        self._worn.discard(segment)
+        if known is not None:
+            self.num_bytes -= known.size
+            self._removed.append(segment)
