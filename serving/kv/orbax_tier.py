@@ -72,7 +72,7 @@ class OrbaxSegments:
                 shutil.rmtree(path, ignore_errors=True)
         return sizes
 
-    def new_name(self) -> str:
+    def choose_name(self) -> str:
         """The next number."""
         return f"{next(self._numbers):012d}"
 

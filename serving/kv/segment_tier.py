@@ -45,7 +45,7 @@ class SegmentStorage(Protocol):
         """The segments that are there, whole, with their sizes; what is unfinished is removed."""
         ...
 
-    def new_name(self) -> str:
+    def choose_name(self) -> str:
         """A name that no segment has had."""
         ...
 
@@ -182,7 +182,7 @@ class SegmentTier:
         with self._lock:
             self._index.make_room(size)
             self._remove_segments()
-        segment = self._storage.new_name()
+        segment = self._storage.choose_name()
         try:
             self._storage.write(segment, (*parts, index, trailer))
         except OSError as error:
