@@ -1,11 +1,19 @@
-"""What an engine may use, and which requests it can never serve within it."""
+"""What an engine may use, which requests it can never serve within it, and what those become that
+it can.
+"""
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import BucketTable, StepKind
+from serving.core.controls import controls_of
+from serving.core.grammar import Grammar
+from serving.core.prefix import root_key
 from serving.core.replay import ReplayRule
 from serving.core.request import TOOL_KINDS, Request, RequestError
+from serving.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,7 @@ def check_request(request: Request, limits: EngineLimits, buckets: BucketTable) 
             "enlarge the pool or shorten the prompt",
             "prompt",
         )
+    _check_resumed(request, limits)
     _check_ids(request.prompt_token_ids, limits.vocab_size, "prompt")
     _check_ids(request.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
     biased = tuple(token for token, _ in request.sampling.logit_bias)
@@ -104,6 +113,45 @@ def check_request(request: Request, limits: EngineLimits, buckets: BucketTable) 
             "engine.replay 'off'",
             "prompt_logprobs",
         )
+
+
+def make_sequence(
+    request: Request, limits: EngineLimits, sequence_id: int, seed: int, grammar: Grammar | None
+) -> Sequence:
+    """The sequence of a checked request; `grammar` is that of its constraint, if it has one."""
+    prompt = np.array(request.prompt_token_ids, np.int32)
+    sampling = request.sampling
+    stops = set(sampling.stop_token_ids)
+    if limits.eos_token_id is not None and not sampling.ignore_eos:
+        stops.add(limits.eos_token_id)
+    controls = controls_of(request, grammar)
+    if controls is not None:
+        controls.advance(request.resumed_token_ids)
+    return Sequence(
+        sequence_id=sequence_id,
+        request=request,
+        prompt=prompt,
+        seed=seed,
+        stop_token_ids=tuple(sorted(stops)),
+        length_limit=min(len(prompt) + sampling.max_tokens, length_max(limits)),
+        output_token_ids=list(request.resumed_token_ids),
+        root_key=root_key(limits.prefix_fingerprint, request.cache_salt),
+        controls=controls,
+        tail_start=0 if limits.replay is None else limits.replay.tail_start(len(prompt)),
+    )
+
+
+def _check_resumed(request: Request, limits: EngineLimits) -> None:
+    """One more token has to be wanted behind those that were generated before."""
+    num_resumed = len(request.resumed_token_ids)
+    left = min(request.sampling.max_tokens, length_max(limits) - len(request.prompt_token_ids))
+    if num_resumed and num_resumed >= left:
+        raise RequestError(
+            f"resumed_token_ids has {num_resumed} tokens; expected fewer than the {left} that can "
+            "be generated",
+            "resumed_token_ids",
+        )
+    _check_ids(request.resumed_token_ids, limits.vocab_size, "resumed_token_ids")
 
 
 def _check_constraint(request: Request, limits: EngineLimits) -> None:

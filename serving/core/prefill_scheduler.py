@@ -53,7 +53,7 @@ def start_waiting(waiting: WaitingQueue, table: RunningTable) -> None:
         if not table.slots.num_free or position == _SCAN_MAX:
             break
         if num_free_blocks is None:
-            num_free_blocks = table.blocks.num_free - _num_promised_blocks(table)
+            num_free_blocks = table.blocks.num_free - num_promised_blocks(table)
         num_usable = table.num_usable_blocks(sequence)
         num_needed = _num_needed_blocks(table, sequence, num_usable)
         if num_needed <= num_free_blocks:
@@ -81,11 +81,11 @@ def _make_room(waiting: WaitingQueue, table: RunningTable) -> None:
     # What is on its way back may be enough.
     while not table.is_retiring and table.is_any_behind(floor):
         needed = _num_needed_blocks(table, first, table.num_usable_blocks(first))
-        num_free = table.blocks.num_free - _num_promised_blocks(table)
+        num_free = table.blocks.num_free - num_promised_blocks(table)
         if table.slots.num_free and needed <= num_free:
             return
         rows = np.flatnonzero(table.ranks >= floor)
-        num_free = table.blocks.num_free - _num_promised_blocks(table, floor)
+        num_free = table.blocks.num_free - num_promised_blocks(table, floor)
         if needed > num_free + int(table.num_blocks[rows].sum()):
             return
         table.preempt_last()
@@ -102,7 +102,7 @@ def _num_needed_blocks(table: RunningTable, sequence: Sequence, num_usable: int)
     return num_needed
 
 
-def _num_promised_blocks(table: RunningTable, rank_stop: int | None = None) -> int:
+def num_promised_blocks(table: RunningTable, rank_stop: int | None = None) -> int:
     """Free blocks that running sequences, of a rank before `rank_stop`, will soon need."""
     rows = table.prefilling_rows
     if rank_stop is not None:

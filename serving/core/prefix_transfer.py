@@ -92,7 +92,7 @@ class PrefixTransfers:
         found = [(key, block) for key in blocks if (block := prefixes.block(key)) is not None]
         slot = None if state is None else prefixes.snapshot(state)
         transfer = KVTransfer(
-            self._next_id(),
+            self.next_id(),
             read_blocks=np.array([block for _, block in found], np.int32),
             read_slots=np.array([] if slot is None else [slot], np.int32),
         )
@@ -126,7 +126,7 @@ class PrefixTransfers:
         assert is_kept, "a prefix that was not usable has a snapshot"
         blocks.release([*present, *written])
         return KVTransfer(
-            self._next_id(),
+            self.next_id(),
             write_blocks=np.array(written, np.int32),
             write_groups=tuple(g[num_present - prefix.first :] for g in prefix.groups)
             if written
@@ -135,6 +135,7 @@ class PrefixTransfers:
             write_states=prefix.state[None],
         )
 
-    def _next_id(self) -> int:
+    def next_id(self) -> int:
+        """The number of a transfer that is about to be made."""
         self._num_transfers += 1
         return self._num_transfers

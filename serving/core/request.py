@@ -243,7 +243,8 @@ class Request:
     `images` are in the order of their spans, which do not overlap. Computed prefixes are shared
     only among requests of equal `cache_salt`. `constraint` is enforced by the grammar that
     `core.grammar` compiles it to. `fork_group` names the samples of one prompt, of
-    which this is number `sample_index` (`core.forking`).
+    which this is number `sample_index` (`core.forking`). `resumed_token_ids` were generated for it
+    elsewhere before: they count as generated and are not reported again.
     """
 
     request_id: str
@@ -256,6 +257,7 @@ class Request:
     priority: int = 0
     fork_group: str | None = None
     sample_index: int = 0
+    resumed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:

@@ -230,6 +230,23 @@ class RunningTable:
         self._set_stop_tokens(row, sequence.stop_token_ids)
         self._phases[row] = _PREFILL
 
+    def adopt(self, sequence: Sequence, held: list[int], num_more: int) -> None:
+        """Give a waiting sequence a row as if all of its tokens but the last had been computed.
+
+        Its first blocks are `held` for it already; `num_more` are added. What is to be in them is
+        written before the next step. The caller has checked slots and blocks.
+        """
+        self.enter(sequence)
+        row, num_tokens = sequence.row, sequence.num_tokens
+        blocks = [*held, *self.blocks.allocate(num_more)]
+        self.block_tables[row, : len(blocks)] = blocks
+        self.num_blocks[row], self.num_named[row] = len(blocks), len(held)
+        self.num_scheduled[row] = num_tokens - 1
+        self.last_tokens[row] = sequence.tokens(num_tokens - 1, num_tokens)[0]
+        self.begin_decoding(row)
+        self.add_computed(np.array([row]), np.array([num_tokens - 1]))
+        self.num_computed_before[row] = num_tokens - 1
+
     def begin_decoding(self, row: int) -> None:
         """The last of the row's prompt is in a step, which samples its first token."""
         sequence = self.sequences[row]

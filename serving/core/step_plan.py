@@ -109,3 +109,18 @@ class StepResult:
     report: StepReport | None = None
     confidences: np.ndarray | None = None
     elapsed_ms: float | None = None
+
+
+def check_result(result: StepResult, plan: StepPlan, num_drafts: int) -> None:
+    """Raise `ValueError` unless `result` can be that of `plan`, the oldest one in flight."""
+    if result.step_index != plan.step_index:
+        raise ValueError(
+            f"result of step {result.step_index}; expected step {plan.step_index}, the oldest "
+            "in flight"
+        )
+    shape = (plan.num_rows, num_drafts + 1) if num_drafts else (plan.num_rows,)
+    if result.token_ids.shape != shape:
+        raise ValueError(
+            f"result of step {plan.step_index} has token_ids of shape "
+            f"{result.token_ids.shape}; expected {shape}"
+        )

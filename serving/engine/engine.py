@@ -27,15 +27,21 @@ from typing import Protocol
 import numpy as np
 
 from serving.core import decode_scheduler, prefill_scheduler, step_controls
-from serving.core.admission import EngineLimits, check_limits, check_request, length_max
+from serving.core.admission import (
+    EngineLimits,
+    check_limits,
+    check_request,
+    length_max,
+    make_sequence,
+)
 from serving.core.buckets import Bucket, BucketTable, StepKind
-from serving.core.controls import controls_of
 from serving.core.cost_correction import CostCorrection
 from serving.core.forking import ForkGroups
 from serving.core.grammar import Grammar
+from serving.core.hand_off import HandedContext, HandOffs
+from serving.core.kv_transfer import KVTransfer
 from serving.core.outputs import add_tokens
 from serving.core.prefill_scheduler import PrefillBudget
-from serving.core.prefix import root_key
 from serving.core.prefix_transfer import PrefixTransfers
 from serving.core.request import (
     FinishReason,
@@ -47,7 +53,7 @@ from serving.core.request import (
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence, SequenceStatus
 from serving.core.snapshots import SnapshotCopies
-from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
+from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult, check_result
 from serving.core.waiting_queue import WaitingQueue
 
 
@@ -141,6 +147,7 @@ class Engine:
         )
         self._snapshots = SnapshotCopies(self._table)
         self.transfers = PrefixTransfers(self._table, limits)
+        self.hand_offs = HandOffs(self._table, self.transfers.next_id)
         self._waiting = WaitingQueue()
         self._forks = ForkGroups()
         self._sequences: dict[str, Sequence] = {}
@@ -163,38 +170,33 @@ class Engine:
             RequestError: it can never be served; `param` names the field at fault.
             QueueFullError: it could be served later.
         """
-        if request.request_id in self._sequences:
-            raise RequestError(
-                f"request_id {request.request_id!r} is already running; expected a new one",
-                "request_id",
-            )
-        check_request(request, self.limits, self.buckets)
-        prompt = np.array(request.prompt_token_ids, np.int32)
+        self._check_new(request)
         num_waiting_max = self.limits.waiting_max + self._table.slots.num_free
         if self._num_waiting >= num_waiting_max:
             raise QueueFullError(self._num_waiting, self.limits.waiting_max)
-        sampling = request.sampling
-        stops = set(sampling.stop_token_ids)
-        if self.limits.eos_token_id is not None and not sampling.ignore_eos:
-            stops.add(self.limits.eos_token_id)
-        seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
-        sequence = Sequence(
-            sequence_id=self._num_admitted,
-            request=request,
-            prompt=prompt,
-            seed=seed,
-            stop_token_ids=tuple(sorted(stops)),
-            length_limit=min(len(prompt) + sampling.max_tokens, self._length_max),
-            root_key=root_key(self.limits.prefix_fingerprint, request.cache_salt),
-            controls=controls_of(request, grammar),
-            tail_start=0 if self._replay is None else self._replay.tail_start(len(prompt)),
-        )
+        sequence = self._make_sequence(request, grammar)
         # Hashed now, so that planning only looks up.
         is_shared = bool(self._table.whole_keys(sequence))
-        self._num_admitted += 1
         self._sequences[request.request_id] = sequence
         if request.fork_group is None or not is_shared or not self._forks.hold(sequence):
             self._waiting.add(sequence)
+
+    def adopt(
+        self, request: Request, context: HandedContext, grammar: Grammar | None = None
+    ) -> KVTransfer | None:
+        """Go on with a request whose context was computed elsewhere, up to its last token.
+
+        Returns the transfer that brings it, to be run before any later plan; None without room.
+
+        Raises:
+            RequestError: it can never be served, or is running.
+        """
+        self._check_new(request)
+        sequence = self._make_sequence(request, grammar)
+        transfer = self.hand_offs.adopt(sequence, context)
+        if transfer is not None:
+            self._sequences[request.request_id] = sequence
+        return transfer
 
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT
@@ -289,6 +291,7 @@ class Engine:
             sequence = table.sequences[row]
             assert sequence is not None, f"row {row} is over but empty"
             del self._sequences[sequence.request.request_id]
+            self.hand_offs.note_end(sequence)
             table.leave(row, SequenceStatus.FINISHED)
         if controlled:
             # Places among the deltas of the rows of the plan.
@@ -453,6 +456,20 @@ class Engine:
             self.abort(delta.request_id, FinishReason.ERROR)
         return delta
 
+    def _check_new(self, request: Request) -> None:
+        if request.request_id in self._sequences:
+            raise RequestError(
+                f"request_id {request.request_id!r} is already running; expected a new one",
+                "request_id",
+            )
+        check_request(request, self.limits, self.buckets)
+
+    def _make_sequence(self, request: Request, grammar: Grammar | None) -> Sequence:
+        given = request.sampling.seed
+        seed = self._random.getrandbits(63) if given is None else given
+        self._num_admitted += 1
+        return make_sequence(request, self.limits, self._num_admitted - 1, seed, grammar)
+
     @property
     def _num_waiting(self) -> int:
         return len(self._waiting) + self._forks.num_held
@@ -470,18 +487,7 @@ class Engine:
         if not self._in_flight:
             raise ValueError(f"result of step {result.step_index}, but no step is in flight")
         plan = self._in_flight[0]
-        if result.step_index != plan.step_index:
-            raise ValueError(
-                f"result of step {result.step_index}; expected step {plan.step_index}, the oldest "
-                "in flight"
-            )
-        num_drafts = self.limits.num_drafts
-        shape = (plan.num_rows, num_drafts + 1) if num_drafts else (plan.num_rows,)
-        if result.token_ids.shape != shape:
-            raise ValueError(
-                f"result of step {plan.step_index} has token_ids of shape "
-                f"{result.token_ids.shape}; expected {shape}"
-            )
+        check_result(result, plan, self.limits.num_drafts)
         return plan
 
 

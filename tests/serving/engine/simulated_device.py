@@ -93,7 +93,7 @@ class SimulatedDevice:
         # Number and digest of its tokens, then start and digest of its tail.
         self._slots = np.full((limits.num_slots + limits.num_snapshots, ROLLBACK_MAX + 1, 4), -1)
         self._replay = limits.replay
-        self.num_left_out = 0
+        self.num_left_out = self.num_references = 0
         self.tails: list[int | None] = []
         self._sampled = np.full(limits.num_slots, -1)
         self._num_drafts = limits.num_drafts
@@ -101,7 +101,6 @@ class SimulatedDevice:
         self._drafts = np.full((limits.num_slots, limits.num_drafts), -1)
         self.in_flight: deque[StepPlan] = deque()
         self.kinds: list[StepKind] = []
-        self.num_references = 0
         # Transfers, with the number of steps that were submitted before each.
         self._transfers: deque[tuple[int, KVTransfer]] = deque()
         self._reads: deque[KVRead] = deque()
@@ -131,6 +130,7 @@ class SimulatedDevice:
                 self._pool[t.write_blocks] = data.view(np.int64)
             for slot, state in zip(t.write_slots.tolist(), t.write_states, strict=True):
                 self._slots[slot] = state.view(np.int64).reshape(self._slots[slot].shape)
+                self._lengths[slot : slot + 1] = self._slots[slot][:, 0].max()
 
     def submit(self, plan: StepPlan) -> None:
         assert (plan.kind, plan.bucket) in self._buckets, f"{plan.bucket} is not compiled"
