@@ -4,6 +4,7 @@ A call opens an account, which reserves what it may take. Once the engine has ac
 exists; when it ends, whatever the end, the record is completed and what was reserved is corrected.
 """
 
+import asyncio
 import contextlib
 import sqlite3
 from dataclasses import asdict, replace
@@ -80,6 +81,7 @@ class Account:
         self._num_output = sum(request.sampling.max_tokens for request in requests)
         self._reservation = accounting.quotas.reserve(tenant, self._num_input, self._num_output)
         self._has_entered = self._is_accepted = self._is_recorded = False
+        self._begun: asyncio.Future[None] | None = None
         self._reasons: dict[int, str] = {}
         self._cached: dict[int, int] = {}
         self._has_tokens = False
@@ -108,19 +110,28 @@ class Account:
         waited_ns = self._accounting.clock.now_ns() - start_ns
         self._accounting.metrics.queue_s.observe(s_of_ns(waited_ns))
 
-    async def begin(self) -> None:
-        """Records that the engine has accepted the call; returns when that is on disk.
+    def begin(self) -> None:
+        """Records that the engine has accepted the call, without waiting for the disk.
+
+        Nothing may be sent before `begun` or `end` has returned.
+        """
+        self._is_accepted = True
+        if self._accounting.usage is not None:
+            # Even if nobody waits for the disk, the record will be there.
+            self._is_recorded = True
+            self._begun = self._accounting.usage.begin(self._record)
+
+    async def begun(self) -> None:
+        """Returns when it is on disk that the engine has accepted the call.
 
         Raises:
             ApiError: 503, it cannot be recorded.
         """
-        self._is_accepted = True
-        if self._accounting.usage is None:
+        begun, self._begun = self._begun, None
+        if begun is None:
             return
-        # Even if the wait for the disk is cancelled, the record will be there.
-        self._is_recorded = True
         try:
-            await self._accounting.usage.begin(self._record)
+            await begun
         except sqlite3.Error:
             self._is_recorded = False
             raise unavailable("Usage cannot be recorded; the log has more") from None
@@ -156,6 +167,9 @@ class Account:
 
     def abandon(self) -> None:
         """Completes the record of a call that nobody waits for, if nothing else has."""
+        if self._begun is not None:
+            # Nobody is left to tell; the log has what came of it.
+            self._begun.add_done_callback(lambda done: done.cancelled() or done.exception())
         record = self._settled(FinishReason.ABORT.value)
         if record is not None and self._accounting.usage is not None:
             self._accounting.usage.write_soon(record)
@@ -167,6 +181,8 @@ class Account:
                 await self._accounting.usage.end(record)
             except sqlite3.Error:
                 raise unavailable("Usage cannot be recorded; the log has more") from None
+        # Written before its end, so this waits for nothing more.
+        await self.begun()
 
     def _settled(self, reason: str) -> UsageRecord | None:
         """Corrects quota and share, once; the complete record if there is to be one."""

@@ -70,8 +70,9 @@ class Answer(Response):
         self._stream = stream = self._gateway.open(self._account.requests)
         stream.on_cut_off = writing.cancel
         await stream.admitted()
-        await self._account.begin()
+        self._account.begin()
         if self._call.is_streamed:
+            await self._account.begun()
             await self._write_events(stream, send)
         else:
             await self._write_whole(stream, send)

@@ -57,6 +57,8 @@ class TokenStream:
         self._num_admitted = 0
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[bool] | None = None
+        self._wait_start_s = 0.0
+        self._silence: asyncio.TimerHandle | None = None
         self.on_cut_off: Callable[[], object] = lambda: None
         self.cut_off: ApiError | None = None
 
@@ -98,6 +100,9 @@ class TokenStream:
 
     def close(self) -> None:
         """The caller is done; whatever still runs is aborted. May be called twice."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
         for request in self._requests:
             self._gateway.release(request.request_id, FinishReason.ABORT)
 
@@ -132,13 +137,26 @@ class TokenStream:
         """Whether news came before the time was over."""
         loop = asyncio.get_running_loop()
         self._waiter = waiter = loop.create_future()
-        timer = None if wait_s is None else loop.call_later(wait_s, _resolve, waiter, False)
+        if wait_s is not None:
+            # One timer for many waits: most of them are short, and tokens pass here often.
+            self._wait_start_s = loop.time()
+            if self._silence is None:
+                self._silence = loop.call_later(wait_s, self._on_silence, wait_s)
         try:
             return await waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
+
+    def _on_silence(self, wait_s: float) -> None:
+        """Ends the wait if it has lasted as long as that; looks again later if there is none."""
+        self._silence = None
+        loop = asyncio.get_running_loop()
+        left_s = self._wait_start_s + wait_s - loop.time()
+        if self._waiter is None or left_s > 0:
+            delay_s = left_s if left_s > 0 else wait_s
+            self._silence = loop.call_later(delay_s, self._on_silence, wait_s)
+        else:
+            _resolve(self._waiter, False)
 
     def _wake(self) -> None:
         if self._waiter is not None:

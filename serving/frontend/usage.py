@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -124,13 +124,12 @@ class UsageLog:
         _lock_path(self._path, self._server).unlink(missing_ok=True)
         self._lock.close()
 
-    async def begin(self, record: UsageRecord) -> None:
-        """Writes a record that is not complete; returns when it is on disk.
+    def begin(self, record: UsageRecord) -> "asyncio.Future[None]":
+        """Writes a record that is not complete; the result is done when it is on disk.
 
-        Raises:
-            sqlite3.Error: it could not be written.
+        It ends with a `sqlite3.Error` if the record could not be written.
         """
-        await self._done(_INSERT, (*astuple(record), self._server))
+        return self._put(_INSERT, (*_values(record), self._server))
 
     def write_soon(self, record: UsageRecord) -> None:
         """Writes a record as it is now, complete or not, without waiting for the disk."""
@@ -142,13 +141,13 @@ class UsageLog:
         Raises:
             sqlite3.Error: it could not be written.
         """
-        await self._done(_UPDATE, _updating(record))
+        await self._put(_UPDATE, _updating(record))
 
-    async def _done(self, statement: str, values: tuple[object, ...]) -> None:
+    def _put(self, statement: str, values: tuple[object, ...]) -> "asyncio.Future[None]":
         done: Future[None] = Future()
         self._jobs.put((statement, values, done))
         # Whoever waits may be cancelled; what is asked for is written all the same.
-        await asyncio.shield(asyncio.wrap_future(done))
+        return asyncio.shield(asyncio.wrap_future(done))
 
     def _write(self) -> None:
         with closing(_opened(self._path)) as database:
@@ -210,8 +209,13 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def _updating(record: UsageRecord) -> tuple[object, ...]:
-    values = astuple(record)
+    values = _values(record)
     return (*values[1:], values[0])
+
+
+def _values(record: UsageRecord) -> tuple[object, ...]:
+    # Not `astuple`, which copies every value in turn.
+    return tuple(getattr(record, name) for name in _COLUMNS)
 
 
 def _all_waiting(jobs: "queue.SimpleQueue[_Job | None]") -> list[_Job | None]:

@@ -16,6 +16,7 @@ from serving.frontend.accounting import Accounting
 from serving.frontend.answers import Answer
 from serving.frontend.auth import LOCAL
 from serving.frontend.completions import CompletionCall
+from serving.frontend.errors import ApiError
 from serving.frontend.fair_queue import FairQueue
 from serving.frontend.quota import Quotas
 from serving.nodes import messages
@@ -65,6 +66,16 @@ def write(body: bytes, usage: Any = None, wait_s: float = 0.0) -> list[bytes]:
     return sent
 
 
+class RefusingLog(BrokenLog):
+    """Loses the beginning of a record and takes its end."""
+
+    async def begin(self, record: object) -> None:
+        raise sqlite3.OperationalError("disk full")
+
+    async def end(self, record: object) -> None:
+        pass
+
+
 STREAM = b'{"model": "tiny", "prompt": "x", "max_tokens": 1, "stream": true}'
 
 
@@ -78,3 +89,10 @@ def test_silence_is_broken_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_last_byte_without_a_record() -> None:
     (*_, last) = write(STREAM, BrokenLog())
     assert last.startswith(b"event: error\n") and b"Usage cannot be recorded" in last
+
+
+@pytest.mark.parametrize("body", [STREAM, STREAM.replace(b"true", b"false")])
+def test_no_answer_without_the_beginning_of_a_record(body: bytes) -> None:
+    with pytest.raises(ApiError, match="Usage cannot be recorded") as caught:
+        write(body, RefusingLog())
+    assert caught.value.status == 503
