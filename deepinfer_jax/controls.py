@@ -44,12 +44,15 @@ class Controls(NamedTuple):
     counts: jax.Array
 
     @classmethod
-    def abstract(cls, shape: StepShape, counts: Any) -> "Controls":
-        """Shapes and types of the controls of a step, with `counts` (array or shape) as it is."""
+    def abstract(cls, shape: StepShape, counts: Any, lead: tuple[int, ...] = ()) -> "Controls":
+        """Shapes and types of the controls of a step, with `counts` (array or shape) as it is.
+
+        `lead` is the number of devices that have rows of their own, if a step is divided.
+        """
         num_words = mask_words(counts.shape[1])
         return cls(
-            cast(jax.Array, jax.ShapeDtypeStruct((settings_size(shape),), jnp.int32)),
-            cast(jax.Array, jax.ShapeDtypeStruct((shape.num_samples, num_words), jnp.int32)),
+            cast(jax.Array, jax.ShapeDtypeStruct((*lead, settings_size(shape)), jnp.int32)),
+            cast(jax.Array, jax.ShapeDtypeStruct((*lead, shape.num_samples, num_words), jnp.int32)),
             counts,
         )
 

@@ -235,6 +235,7 @@ def _block_step(arithmetic: Arithmetic, rows: DraftRows, probe: Probe) -> StepCo
     return StepContext(
         config=arithmetic.config,
         precision=arithmetic.precision,
+        groups=arithmetic.groups,
         tokens=tokens,
         is_image=jnp.zeros(row.shape, bool),
         # Draft blocks have no compressed branch and so no blocks.

@@ -25,7 +25,13 @@ from deepinfer_jax.draft import DraftSettings, append_context, draft_module
 from deepinfer_jax.engram_tables import EngramTables
 from deepinfer_jax.layers.attention import attention
 from deepinfer_jax.layers.compressor import compress
-from deepinfer_jax.layers.engram import engram, ngram_classes, table_rows, unpack_rows
+from deepinfer_jax.layers.engram import (
+    engram,
+    ngram_classes,
+    table_memory,
+    table_rows,
+    unpack_rows,
+)
 from deepinfer_jax.layers.hyper_connections import Residual, begin
 from deepinfer_jax.layers.indexer import Selection
 from deepinfer_jax.layers.moe import feed_forward
@@ -34,6 +40,7 @@ from deepinfer_jax.parameters import LayerParameters, Parameters
 from deepinfer_jax.precision import Precision
 from deepinfer_jax.replay import check_upper_layers
 from deepinfer_jax.topology import LayerTopology, Topology
+from sharding.collectives import UNDIVIDED, StepGroups
 
 
 class Weights(NamedTuple):
@@ -46,7 +53,8 @@ class Weights(NamedTuple):
 class Model(NamedTuple):
     """The static side of a model: everything that is not an array.
 
-    Steps run in tiles of `tile_tokens` tokens (see `tiles.py`); 0 runs all tokens at once.
+    Steps run in tiles of `tile_tokens` tokens (see `tiles.py`); 0 runs all tokens at once. `groups`
+    says between which devices a step is divided; other than one device needs `mesh_steps.py`.
     """
 
     config: ModelConfig
@@ -55,6 +63,7 @@ class Model(NamedTuple):
     precision: Precision
     draft: DraftSettings = DraftSettings()
     tile_tokens: int = 0
+    groups: StepGroups = UNDIVIDED
 
 
 def forward(
@@ -143,6 +152,7 @@ def _start(
     step = StepContext(
         config=config,
         precision=model.precision,
+        groups=model.groups,
         tokens=TokenView.of(batch),
         is_image=token_ids == config.image_token_id,
         block_tables=batch.block_tables,
@@ -201,7 +211,7 @@ def logits(model: Model, weights: Weights, residual: Residual, token_index: jax.
     """Float32 [M, V] logits of the tokens `token_index` [M] of a step."""
     some = jax.tree.map(lambda a: a[token_index], residual)
     parameters = weights.parameters
-    arithmetic = Arithmetic(model.config, model.precision)
+    arithmetic = Arithmetic(model.config, model.precision, groups=model.groups)
     with jax.named_scope("head"):
         y = arithmetic.norm(some.collapsed(), parameters.norm)
         return arithmetic.product(y, parameters.head)
@@ -223,7 +233,7 @@ def _with_engram(
     if table is not None:
         rows = table_rows(classes, constants, layer.engram_index)
         step.probe("engram_hashes", rows)
-        memory = table[rows]
+        memory = table_memory(table, rows, step.groups.engram)
     else:
         assert fetched is not None, "the tables are in host memory and no rows came with the step"
         memory = unpack_rows(fetched[:, layer.engram_index], step.config.engram_head_dim)

@@ -30,9 +30,11 @@ from deepinfer_jax.controls import Controls, adjusted
 from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
 from deepinfer_jax.layers.hyper_connections import Residual
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, no_probe
+from deepinfer_jax.mesh_steps import divide_slot_copies, divide_step
 from deepinfer_jax.model import Model, Weights, forward, logits, upper_batch
 from deepinfer_jax.reports import ReportedResult, emitted_after, report
 from deepinfer_jax.sampling import accept, accept_equal, sample
+from sharding.collectives import UNDIVIDED, StepGroups
 
 CompiledStep = jax.stages.Compiled
 """Takes weights, buffer and cache, and by name whatever else it was compiled with; returns results
@@ -173,7 +175,7 @@ def run_speculative_step(
         accepted, num_kept = jnp.zeros_like(following), batch.num_tokens
     probe("logits", target)
     assert cache.draft is not None
-    arithmetic = Arithmetic(model.config, model.precision)
+    arithmetic = Arithmetic(model.config, model.precision, groups=model.groups)
     rows = DraftRows.of(batch, following, num_kept)
     confidences, drafted = draft(
         arithmetic, model.draft, weights.parameters, cache.draft, rows, probe
@@ -279,40 +281,54 @@ def compile_step(
     image_features: Any = None,
     engram_row_shape: tuple[int, ...] | None = None,
     token_counts: Any = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> CompiledStep:
     """Compile one shape for arrays like `weights` and `cache` (arrays or shapes with shardings).
 
     A prefill step also takes `image_features` like the given ones, unless those are None, and
     every step takes `engram_rows` if their shape per token is given (`HostEngram.row_shape`), and
-    `controls` if `token_counts` like those in them are given.
+    `controls` if `token_counts` like those in them are given. If the model is divided, weights and
+    cache are those of a whole mesh, and the step is for all of its devices (`divide_step`).
     """
-    buffer = jax.ShapeDtypeStruct((buffer_size(shape),), jnp.int32)
+    groups = model.groups
+    lead = () if groups.is_one_device else (groups.rows.size,)
+    buffer = jax.ShapeDtypeStruct((*lead, buffer_size(shape)), jnp.int32)
     more: dict[str, Any] = {}
     if image_features is not None and not shape.samples_every_token:
         more["image_features"] = image_features
     if engram_row_shape is not None:
-        rows_shape = (shape.num_tokens, *engram_row_shape)
+        rows_shape = (*lead, shape.num_tokens, *engram_row_shape)
         more["engram_rows"] = jax.ShapeDtypeStruct(rows_shape, jnp.uint8)
     if token_counts is not None:
-        more["controls"] = Controls.abstract(shape, token_counts)
+        more["controls"] = Controls.abstract(shape, token_counts, lead)
     run = run_step if cache.draft is None else run_speculative_step
 
     def step(*arrays: Any, **named: Any) -> Any:
         return run(model, shape, *arrays, **named)
 
+    if not groups.is_one_device:
+        step = divide_step(step, model, weights, cache, more)
     # What the program is called in traces.
     step.__name__ = shape.name
-    return jax.jit(step, donate_argnums=2).lower(weights, buffer, cache, **more).compile()
+    lowered = jax.jit(step, donate_argnums=2).lower(weights, buffer, cache, **more)
+    return lowered.compile(compiler_options)
 
 
-def compile_slot_copies(cache: KVCache, num_copies: int) -> Callable[[KVCache, jax.Array], KVCache]:
+def compile_slot_copies(
+    cache: KVCache, num_copies: int, groups: StepGroups = UNDIVIDED
+) -> Callable[[KVCache, jax.Array], KVCache]:
     """Compile `cache.copy_slots` for [2, `num_copies`] int32 sources and destinations.
 
-    The cache is donated.
+    The cache is donated. Where it is divided, all devices have copies of their own.
     """
-    slots = jax.ShapeDtypeStruct((2, num_copies), jnp.int32)
-    step = jax.jit(lambda cache, slots: copy_slots(cache, slots[0], slots[1]), donate_argnums=0)
-    return step.lower(cache, slots).compile()
+    shape = (2, num_copies)
+    copies: Callable[[KVCache, jax.Array], KVCache]
+    if groups.is_one_device:
+        copies = lambda cache, slots: copy_slots(cache, slots[0], slots[1])  # noqa: E731
+    else:
+        shape, copies = (groups.rows.size, *shape), divide_slot_copies(cache, groups)
+    slots = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return jax.jit(copies, donate_argnums=0).lower(cache, slots).compile()
 
 
 def compile_steps(

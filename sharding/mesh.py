@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from sharding.collectives import ONE_DEVICE, Group
 from sharding.plan import MeshPlan, ShardingError
 
 LogicalAxes = tuple[str | None, ...]
@@ -95,3 +96,28 @@ class DeviceMesh:
 
 def _is_names(node: Any) -> bool:
     return isinstance(node, tuple) and all(item is None or isinstance(item, str) for item in node)
+
+
+def split_first(group: Group = ONE_DEVICE) -> PartitionSpec:
+    """The spec of an array that is divided along its first dimension among a group."""
+    return PartitionSpec(group.axes) if group.axes else PartitionSpec()
+
+
+def specs_of(arrays: Any) -> Any:
+    """The specs of a pytree of arrays, or of shapes with shardings."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, arrays)
+
+
+def mesh_of(arrays: Any) -> Mesh:
+    """The mesh on which the arrays of a pytree lie."""
+    return jax.tree.leaves(arrays)[0].sharding.mesh
+
+
+def per_device(function: Any, mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+    """`function` run on every device of a mesh, which sees only its own parts of the arguments.
+
+    An output that no spec divides must be the same on all devices.
+    """
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

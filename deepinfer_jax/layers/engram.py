@@ -5,6 +5,9 @@ hashed to rows of a large table; the rows become a key and a value, and the valu
 residual stream as far as the stream agrees with the key.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from deepinfer_jax.engram_tables import EngramTables
 from deepinfer_jax.layers.primitives import StepContext
 from deepinfer_jax.parameters import EngramParameters
 from pallas_kernels.scaled_array import FP8_ROW32, ScaledArray, decode
+from sharding.collectives import Group
 
 IMAGE_CLASS = -1
 """Class of an image token in the ring; every other class is 0 or more."""
@@ -61,6 +65,31 @@ def table_rows(classes: jax.Array, constants: EngramTables, engram_index: int) -
         heads = len(moduli) // (len(hashes) - 1)
         repeated = jnp.repeat(jnp.stack(hashes[1:], axis=1), heads, axis=1)
         return (repeated % moduli + constants.offsets[engram_index]).astype(jnp.int32)
+
+
+def table_memory(table: Any, rows: jax.Array, group: Group) -> Any:
+    """The table's rows [T, K] int32, as it keeps them, [T, K, width].
+
+    If each device of `group` has some of the channels of every row, devices tell each other which
+    rows they want and answer with the channels that they have.
+    """
+    if group.size == 1:
+        return table[rows]
+    wanted = table[group.gather(rows)]
+
+    def swap(part: jax.Array) -> jax.Array:
+        channels = group.swap(part.reshape(group.size, *rows.shape, part.shape[-1]))
+        return jnp.moveaxis(channels, 0, 2).reshape(*rows.shape, -1)
+
+    return jax.tree.map(lambda part: _through_bytes(swap, part), wanted)
+
+
+def _through_bytes(move: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
+    """Moves values of one byte as bytes, since not every exchange knows small floats."""
+    if values.dtype.itemsize > 1:
+        return move(values)
+    moved = move(jax.lax.bitcast_convert_type(values, jnp.uint8))
+    return jax.lax.bitcast_convert_type(moved, values.dtype)
 
 
 def unpack_rows(packed: jax.Array, width: int) -> ScaledArray:

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from deepinfer_jax.layers.expert_exchange import routed_experts
 from deepinfer_jax.layers.hyper_connections import Residual, begin
 from deepinfer_jax.layers.primitives import StepContext
 from deepinfer_jax.parameters import ExpertParameters, LayerParameters, MoeParameters
-from pallas_kernels import ops
 
 _SUM_EPS = 1e-20
 
@@ -32,16 +32,8 @@ def moe(
     c = step.config
     with jax.named_scope("moe"):
         index, weight = route(x, parameters, num_experts_per_token, step)
-        experts = parameters.experts
-        out = ops.grouped_matmul(
-            x,
-            index,
-            weight,
-            experts.w1,
-            experts.w3,
-            experts.w2,
-            limit=c.swiglu_limit,
-            activation_format=step.precision.activation_format,
+        out = routed_experts(
+            x, index, weight, parameters.experts, step.groups, step.precision, c.swiglu_limit
         )
         out = out + _shared(x, parameters.shared, step)
         return out.astype(step.precision.compute_dtype)

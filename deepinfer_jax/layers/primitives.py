@@ -14,6 +14,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.precision import Precision
 from pallas_kernels import ops
 from pallas_kernels.scaled_array import ScaledArray, decode, encode
+from sharding.collectives import UNDIVIDED, StepGroups
 
 Probe = Callable[[str, Any], None]
 """Receives named intermediate values while a forward pass is traced; for tests."""
@@ -25,10 +26,11 @@ def no_probe(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Products and norms in the types of one run."""
+    """Products and norms in the types of one run, and who else computes parts of it."""
 
     config: ModelConfig
     precision: Precision
+    groups: StepGroups = dataclasses.field(default=UNDIVIDED, kw_only=True)
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """`x` times a weight [N, K], float32; the input is quantised only if the weight is."""
