@@ -1,7 +1,8 @@
-"""Which payloads of a tier go when there is no room: least recently used first, within limits.
+"""Which payloads of a tier go when there is no room: the order of `replacement`, within limits.
 
-The order of use is given by the caller. Whoever uses a prefix touches its blocks from the last to
-the first, so that within a prefix the end goes first: a block without those before it is of no use.
+Within a prefix the end goes first: a block without those before it is of no use. So whoever uses or
+adds a prefix does so from its last block to its first, and says with `chain` which payloads stand
+behind which.
 
 Limits, in the order in which they act:
 
@@ -9,14 +10,15 @@ Limits, in the order in which they act:
 2. a tenant above its share makes room from its own payloads, so that none pushes out another;
 3. the tier as a whole stays within its bytes.
 
-What is pinned does not go.
+What is pinned does not go, and what others stand behind goes after them.
 """
 
+import itertools
 import sys
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from serving.kv.replacement import S3Fifo
 from serving.kv.store import Name
 
 
@@ -26,10 +28,12 @@ class _Item:
     tenant: bytes
     written_s: int
     num_pins: int = 0
+    num_behind: int = 0
+    before: "_Item | None" = None
 
 
 class EvictionQueue:
-    """The payloads of one tier in the order of their use.
+    """The payloads of one tier in the order in which they go.
 
     Args:
         bytes_max: of the tier.
@@ -41,10 +45,11 @@ class EvictionQueue:
         self.bytes_max = bytes_max
         self._tenant_bytes_max = tenant_bytes_max or sys.maxsize
         self._ttl_s = ttl_s
-        self._items: OrderedDict[Name, _Item] = OrderedDict()
-        self._by_tenant: dict[bytes, OrderedDict[Name, None]] = {}
+        self._items: dict[Name, _Item] = {}
+        self._order: S3Fifo[Name] = S3Fifo()
+        # An order of its own for each tenant, if there is a limit that needs it.
+        self._by_tenant: dict[bytes, S3Fifo[Name]] = {}
         self._tenant_bytes: dict[bytes, int] = {}
-        self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._items)
@@ -56,26 +61,40 @@ class EvictionQueue:
         return iter(self._items)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all payloads."""
+        return self._order.num_bytes
+
+    @property
     def tenant_bytes(self) -> dict[bytes, int]:
         """Bytes of each tenant that has any."""
         return dict(self._tenant_bytes)
 
     def of_tenant(self, tenant: bytes | None) -> list[Name]:
-        """The payloads of a tenant, least recently used first; those of all for None."""
-        return list(self._items if tenant is None else self._by_tenant.get(tenant, ()))
+        """The payloads of a tenant, or those of all for None, as they came."""
+        return [name for name, item in self._items.items() if tenant in (None, item.tenant)]
 
     def add(self, name: Name, size: int, tenant: bytes, written_s: int) -> None:
-        """A payload that was not there, as the one used last."""
+        """A payload that was not there."""
         assert name not in self._items, f"{name} is added twice"
         self._items[name] = _Item(size, tenant, written_s)
-        self._by_tenant.setdefault(tenant, OrderedDict())[name] = None
         self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + size
-        self.num_bytes += size
+        for order in self._orders(tenant):
+            order.add(name, size)
 
     def touch(self, name: Name) -> None:
         """The payload is used."""
-        self._items.move_to_end(name)
-        self._by_tenant[self._items[name].tenant].move_to_end(name)
+        for order in self._orders(self._items[name].tenant):
+            order.touch(name)
+
+    def chain(self, names: Sequence[Name]) -> None:
+        """Payloads of one prefix, in order; those that are not here are passed over."""
+        items = [item for name in names if (item := self._items.get(name)) is not None]
+        for before, item in itertools.pairwise(items):
+            if item.before is not before:
+                _part(item)
+                item.before = before
+                before.num_behind += 1
 
     def pin(self, name: Name) -> None:
         """Keep a payload until it is unpinned as often."""
@@ -98,23 +117,23 @@ class EvictionQueue:
     def remove(self, name: Name) -> None:
         """The payload is gone."""
         item = self._items.pop(name)
-        names = self._by_tenant[item.tenant]
-        del names[name]
-        self.num_bytes -= item.size
+        _part(item)
+        for order in self._orders(item.tenant):
+            order.remove(name)
         self._tenant_bytes[item.tenant] -= item.size
-        if not names:
-            del self._by_tenant[item.tenant], self._tenant_bytes[item.tenant]
+        if not self._tenant_bytes[item.tenant]:
+            del self._tenant_bytes[item.tenant]
 
     def fits(self, size: int, tenant: bytes) -> bool:
         """Whether so many bytes of a tenant would be within the limits."""
-        within = self._tenant_bytes.get(tenant, 0) + size <= self._tenant_bytes_max
-        return within and self.num_bytes + size <= self.bytes_max
+        return self._fits_tenant(size, tenant) and self.num_bytes + size <= self.bytes_max
 
     def victim(self, size: int, tenant: bytes) -> Name | None:
         """The next payload to go, so that `size` bytes of a tenant fit; None if none may go."""
-        if self._tenant_bytes.get(tenant, 0) + size > self._tenant_bytes_max:
-            return self._first_unpinned(self._by_tenant.get(tenant, ()))
-        return self._first_unpinned(self._items)
+        if self._fits_tenant(size, tenant):
+            return self._order.victim(self._may_go)
+        own = self._by_tenant.get(tenant)
+        return None if own is None else own.victim(self._may_go)
 
     def expired(self, now_s: int) -> list[Name]:
         """Payloads that are too old and not pinned."""
@@ -126,5 +145,21 @@ class EvictionQueue:
             if not item.num_pins and now_s - item.written_s > self._ttl_s
         ]
 
-    def _first_unpinned(self, names: Iterable[Name]) -> Name | None:
-        return next((name for name in names if not self._items[name].num_pins), None)
+    def _orders(self, tenant: bytes) -> list[S3Fifo[Name]]:
+        if self._tenant_bytes_max == sys.maxsize:
+            return [self._order]
+        return [self._order, self._by_tenant.setdefault(tenant, S3Fifo())]
+
+    def _fits_tenant(self, size: int, tenant: bytes) -> bool:
+        return self._tenant_bytes.get(tenant, 0) + size <= self._tenant_bytes_max
+
+    def _may_go(self, name: Name) -> bool:
+        item = self._items[name]
+        return not (item.num_pins or item.num_behind)
+
+
+def _part(item: _Item) -> None:
+    """The payload stands behind nothing any more."""
+    if item.before is not None:
+        item.before.num_behind -= 1
+        item.before = None

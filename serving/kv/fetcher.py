@@ -307,6 +307,7 @@ class Fetcher:
         for pin in write.pins:
             if pin not in kept:
                 self._host.unpin(*pin)
+        self._host.queue.chain([name for name, _ in kept])
         self.counts.num_stored += len(kept)
         self._behind.add(kept)
 

@@ -98,6 +98,10 @@ class SegmentIndex:
         """A payload that is there is used."""
         self._queue.touch(name)
 
+    def chain(self, names: Sequence[Name]) -> None:
+        """Payloads of one prefix, in order: the later ones are to go first."""
+        self._queue.chain(names)
+
     def of_tenant(self, tenant: bytes | None) -> list[Name]:
         """The payloads of a tenant; all of them for None."""
         return self._queue.of_tenant(tenant)

@@ -139,6 +139,7 @@ class SegmentTier:
         now_s = self._clock.unix_s()
         wanted: dict[str, list[tuple[Location, Name]]] = {}
         with self._lock:
+            self._index.chain(names)
             for name in reversed(names):
                 location = self._index.find(name, now_s)
                 if location is not None:

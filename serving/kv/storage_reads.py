@@ -83,6 +83,7 @@ class StorageReads:
     def begin(self, fetch: Fetch) -> None:
         """Pin what is in memory; read the rest, or wait until there is a turn for it."""
         now_s = self._clock.unix_s()
+        self._host.queue.chain(fetch.names)
         # From the end on, so that the beginning counts as used last.
         for name in reversed(fetch.names):
             if self._host.contains(name, now_s):

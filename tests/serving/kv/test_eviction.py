@@ -19,7 +19,7 @@ def filled(**limits: int) -> EvictionQueue:
     return queue
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_what_was_used_goes_last() -> None:
     queue = filled()
     queue.touch(name(0))
     order = []
@@ -38,9 +38,37 @@ def test_pinned_ones_stay() -> None:
     queue.unpin(name(0))
     assert queue.is_pinned(name(0)) and queue.victim(100, A) == name(1)
     queue.unpin(name(0))
-    assert queue.victim(100, A) == name(0)
-    for number in range(4):
+    for number in (1, 2, 3):
         queue.pin(name(number))
+    assert queue.victim(100, A) == name(0)
+    queue.pin(name(0))
+    assert queue.victim(100, A) is None
+
+
+def test_what_stands_behind_goes_first() -> None:
+    queue = filled()
+    queue.chain([name(0), name(7), name(1), name(3)])
+    # Another prefix begins alike.
+    queue.chain([name(0), name(2)])
+    queue.touch(name(3))
+    order = []
+    while (victim := queue.victim(100, A)) is not None:
+        order.append(victim)
+        queue.remove(victim)
+    assert order == [name(2), name(3), name(1), name(0)]
+
+
+def test_what_comes_back_stands_behind_nothing_until_it_is_said() -> None:
+    queue = filled()
+    queue.chain([name(0), name(1)])
+    queue.remove(name(0))
+    queue.add(name(0), 10, B, 0)
+    for other in (2, 3):
+        queue.remove(name(other))
+    assert queue.victim(100, A) == name(1)
+    queue.pin(name(1))
+    assert queue.victim(100, A) == name(0)
+    queue.chain([name(0), name(1)])
     assert queue.victim(100, A) is None
 
 
