@@ -8,10 +8,9 @@ queue at once. Using a payload only counts, so a long prefix is touched cheaply.
 Whoever adds or touches a prefix does so from its last block to its first, so that in either queue
 its end comes up first: a block without those before it is of no use.
 
-*Why not LRU*: on the public Mooncake traces it keeps less at most sizes (`scripts/bench_kv.py`, part
-`hit_ratio`). With a ghost list (2Q) it keeps as much as this does, but every use moves an entry.
-The small queue is larger than the tenth of the paper, because a conversation goes on after minutes,
-not at once.
+*Why not LRU*: on the public Mooncake traces it keeps less at most sizes (`scripts/bench_kv.py`,
+part `hit_ratio`). With a ghost list (2Q) it keeps as much as this, but every use moves an entry.
+The small queue is larger than the tenth of the paper: a conversation goes on after minutes.
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
