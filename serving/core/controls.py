@@ -8,6 +8,10 @@ Masks and counts follow from tokens that are known: the mask for a token depends
 before it. So a sequence with a grammar or penalties is planned only when its last token has come
 back. Biases, floors and log probabilities need no such wait.
 
+Drafts count as known in masks. With the results of a step come the drafts that wait on the device
+for the next one; a grammar looks at them before that is planned. *Why not ahead of the results*:
+the masks of a step would have to be made for drafts that the step before it makes, while it runs.
+
 Penalties need to know how often each token has occurred. The device keeps these counts in the
 sequence's state slot and is told what has changed (`CountEdits`).
 
@@ -119,6 +123,7 @@ class SequenceControls:
         sampling: what the request asks for.
         grammar: the state of its grammar after the tokens that were sampled; None without one.
         failure: why the request has to end; None while it has not.
+        drafts: those behind the last token, as far as the grammar allows them.
         prompt_logprobs: those found so far; the first token has none.
     """
 
@@ -126,6 +131,7 @@ class SequenceControls:
         self.sampling = request.sampling
         self.grammar = grammar
         self.failure: str | None = None
+        self.drafts: list[int] = []
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self._prompt_ids = request.prompt_token_ids
         self._image_spans = [range(image.start, image.stop) for image in request.images]
@@ -147,17 +153,31 @@ class SequenceControls:
             is_masked or sampling.has_penalties or sampling.logit_bias or sampling.min_p > 0
         )
 
-    def num_legal(self, drafts: ListLike[int]) -> int:
-        """How many of the drafts, from the first on, may be verified."""
-        return len(drafts) if self.grammar is None else self.grammar.num_legal(drafts)
+    def take_drafts(self, drafts: list[int]) -> int:
+        """Take what is drafted behind the last token; how many of it may be verified.
 
-    def fill_masks(self, drafts: ListLike[int], masks: np.ndarray) -> None:
-        """Write what may follow the last token and each draft into `masks` [N + 1, W] int32."""
+        The first illegal draft is among these where tokens are drawn at random: to reject it is
+        part of the draw. If it were left out, its place would be drawn from the whole distribution
+        and not from what the drafter puts too little on, and so not be what the model says.
+        """
+        assert self.grammar is not None, "only grammars ask for drafts"
+        if self.failure is not None:
+            return 0
+        self.drafts = drafts[: self.grammar.num_legal(drafts)]
+        is_drawn = self.sampling.temperature > 0
+        return min(len(self.drafts) + is_drawn, len(drafts))
+
+    def fill_masks(self, num_drafts: int, masks: np.ndarray) -> None:
+        """Write what may follow the last token and each of so many drafts into `masks` [M, W].
+
+        Anything may follow an illegal draft, and what is behind it: nothing of that is kept.
+        """
+        masks[:] = ANY_TOKEN
         if self.grammar is None or self.failure is not None:
-            masks[:] = ANY_TOKEN
             return
+        drafts = self.drafts[:num_drafts]
         try:
-            self.grammar.fill_masks(drafts, masks)
+            self.grammar.fill_masks(drafts, masks[: len(drafts) + 1])
         except GrammarError as error:
             self.failure = str(error)
             masks[:] = ANY_TOKEN

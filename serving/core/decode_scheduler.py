@@ -4,8 +4,11 @@ All that are ready do, if a bucket holds them; if none does, those that have wai
 that every sequence gets its turn. A sequence grows by one block when its next token starts one.
 
 If the device drafts, a row also verifies drafts: as many as `verify_lengths` finds worth their
-time, and as find room in free blocks. No sequence loses memory for another one's drafts. Rows with
-a grammar verify none, because the host does not know the drafts that it has to allow.
+time, and as find room in free blocks. No sequence loses memory for another one's drafts.
+
+A grammar cuts the drafts of its row, but blocks are claimed and the total is chosen as if it did
+not: whether a draft is verified must not depend on what was drafted after it, and where the cut is
+does. The rows that are saved go to the next best drafts, or to none.
 """
 
 from collections.abc import Mapping
@@ -64,7 +67,7 @@ def choose_lengths(
     largest = max(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_blocks))
     # The last token of a sequence is never fed, so neither is a draft in its place.
     stop = np.minimum(table.length_limits[rows] - 1, largest.num_blocks * table.block_size)
-    num_drafts = np.where(table.is_constrained[rows], 0, np.minimum(drafts_max, stop - ends))
+    num_drafts = np.minimum(drafts_max, stop - ends)
     num_blocks = table.blocks_for(ends + num_drafts)
     growing = np.flatnonzero(num_blocks > table.num_blocks[rows])
     if len(growing) and not table.claim_all(rows[growing], (ends + num_drafts)[growing]):
@@ -75,15 +78,16 @@ def choose_lengths(
     width = num_blocks.max()
     cost = _step_cost([b for b in fitting if b.num_blocks >= width], step_ms, slope_ms)
     num_total = num_rows + int(num_drafts.sum())
+    num_usable = np.minimum(num_drafts, table.num_usable_drafts[rows])
     if cost is None and num_total <= largest.num_tokens:
-        return (1 + num_drafts).astype(np.int32)
+        return (1 + num_usable).astype(np.int32)
     rounds = table.num_rounds[rows]
     before = survival_rates(table.confidences_before[rows], rounds > 1, num_drafts)
     total = min(total_rows(before, num_drafts, cost), largest.num_tokens)
     if total == num_total:
-        return (1 + num_drafts).astype(np.int32)
-    newest = survival_rates(table.confidences[rows], rounds > 0, num_drafts)
-    return share_rows(newest, num_drafts, total)
+        return (1 + num_usable).astype(np.int32)
+    newest = survival_rates(table.confidences[rows], rounds > 0, num_usable)
+    return share_rows(newest, num_usable, total)
 
 
 def _step_cost(

@@ -74,7 +74,8 @@ class RunningTable:
         num_rounds: [S] int32, how often the host has heard of drafts.
         is_controlled: [S] bool, rows whose sequence has controls.
         is_stepwise: [S] bool, those of them whose controls go by all tokens before the next one.
-        is_constrained: [S] bool, those of them that have a grammar.
+        num_usable_drafts: [S] int32, drafts that may be verified: all of them, or those that the
+            grammar of the row has to be asked about.
         sequences: the sequence of each row, None where there is none.
         request_ids, outputs: [S] objects, what deltas are made of: `request.request_id` and
             `output_token_ids` of the sequence.
@@ -125,7 +126,7 @@ class RunningTable:
         self.seeds = np.zeros(num_slots, np.int64)
         self.is_controlled = np.zeros(num_slots, bool)
         self.is_stepwise = np.zeros(num_slots, bool)
-        self.is_constrained = np.zeros(num_slots, bool)
+        self.num_usable_drafts = np.zeros(num_slots, np.int32)
         self.confidences = np.zeros((num_slots, num_drafts), np.float32)
         self.confidences_before = np.zeros((num_slots, num_drafts), np.float32)
         self.num_rounds = np.zeros(num_slots, np.int32)
@@ -226,7 +227,9 @@ class RunningTable:
         controls = sequence.controls
         self.is_controlled[row] = controls is not None
         self.is_stepwise[row] = controls is not None and controls.is_stepwise
-        self.is_constrained[row] = controls is not None and controls.grammar is not None
+        # A grammar has not seen the drafts of its row yet.
+        has_grammar = controls is not None and controls.grammar is not None
+        self.num_usable_drafts[row] = 0 if has_grammar else self.confidences.shape[1]
         self._set_stop_tokens(row, sequence.stop_token_ids)
         self._phases[row] = _PREFILL
 

@@ -14,7 +14,7 @@ from serving.core.grammar import mask_words
 from serving.core.request import LOGIT_BIASES_MAX, FinishReason, TokenDelta
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence
-from serving.core.step_plan import StepPlan
+from serving.core.step_plan import StepPlan, StepResult
 
 
 def plan_controls(
@@ -23,27 +23,21 @@ def plan_controls(
     rows: np.ndarray,
     starts: np.ndarray,
     num_tokens: np.ndarray,
-    token_ids: np.ndarray,
     vocab_size: int,
 ) -> StepControls | None:
     """The controls of a step, None if no row has any. The arguments are as in its plan.
 
-    Tokens of a decode row after its last known one are drafts. If the row has a grammar, its last
-    token must be known and the grammar allow its drafts (`SequenceControls.num_legal`).
+    Tokens of a decode row after its first one are drafts. If the row has a grammar, it knows them
+    (`SequenceControls.take_drafts`).
     """
     indexes = np.flatnonzero(table.is_controlled[rows])
     if not len(indexes):
         return None
     builder = _StepBuilder(kind, rows, starts, num_tokens, vocab_size)
-    stops = np.cumsum(num_tokens)
     for index in indexes.tolist():
         sequence = table.sequences[int(rows[index])]
         assert sequence is not None, f"row {rows[index]} is planned but empty"
-        drafts: list[int] = []
-        if table.is_constrained[rows[index]]:
-            num_drafts = max(int(starts[index] + num_tokens[index]) - sequence.num_tokens, 0)
-            drafts = token_ids[stops[index] - num_drafts : stops[index]].tolist()
-        builder.add(index, sequence, drafts)
+        builder.add(index, sequence)
     return builder.finish()
 
 
@@ -64,7 +58,12 @@ def take_prompt_report(sequence: Sequence, plan: StepPlan, index: int, report: S
 
 
 def take_tokens(
-    sequence: Sequence, plan: StepPlan, index: int, report: StepReport | None, delta: TokenDelta
+    table: RunningTable,
+    sequence: Sequence,
+    plan: StepPlan,
+    index: int,
+    result: StepResult,
+    delta: TokenDelta,
 ) -> TokenDelta:
     """The delta of row `index` with what its controls have to say of it.
 
@@ -75,9 +74,13 @@ def take_tokens(
     controls.advance(delta.token_ids)
     if controls.failure is not None:
         return replace(delta, finish_reason=FinishReason.ERROR, error=controls.failure)
+    if controls.grammar is not None and result.drafts is not None and delta.finish_reason is None:
+        drafts = result.drafts[index].tolist()
+        table.num_usable_drafts[sequence.row] = controls.take_drafts(drafts)
     changes: dict[str, Any] = {}
     num_top = controls.sampling.logprobs
     if num_top is not None:
+        report = result.report
         assert report is not None, f"step {plan.step_index} came back without log probabilities"
         decodes = plan.kind is StepKind.DECODE
         first = int(plan.num_tokens[:index].sum()) if decodes else index
@@ -104,6 +107,7 @@ class _StepBuilder:
         self._rows, self._ends = rows, starts + num_tokens
         # A decode step samples after each token, a prefill step after each row.
         decodes = kind is StepKind.DECODE
+        self._num_drafts = num_tokens - 1 if decodes else np.zeros(num_rows, np.int32)
         self._first_samples = np.cumsum(num_tokens) - num_tokens if decodes else np.arange(num_rows)
         num_samples = int(num_tokens.sum()) if decodes else num_rows
         self._mask_shape = (num_samples, mask_words(vocab_size))
@@ -119,8 +123,8 @@ class _StepBuilder:
         self._cleared: list[int] = []
         self._edits: list[tuple[int, dict[int, int]]] = []
 
-    def add(self, index: int, sequence: Sequence, drafts: list[int]) -> None:
-        """Row `index` of the step, of a sequence with controls; `drafts` are its last tokens."""
+    def add(self, index: int, sequence: Sequence) -> None:
+        """Row `index` of the step, of a sequence with controls."""
         controls = sequence.controls
         assert controls is not None, f"sequence {sequence.sequence_id} has no controls"
         sampling = controls.sampling
@@ -128,7 +132,9 @@ class _StepBuilder:
         if self._ends[index] < sequence.num_tokens:
             return  # A chunk that is not the last: its token means nothing.
         self._reports |= sampling.logprobs is not None
-        if not (controls.adjusts or (drafts and controls.grammar is not None)):
+        num_drafts = int(self._num_drafts[index])
+        # Text that is free now may not be after its drafts.
+        if not (controls.adjusts or (num_drafts and controls.grammar is not None)):
             return
         self._adjusts = True
         self._min_ps[index] = sampling.min_p
@@ -141,7 +147,7 @@ class _StepBuilder:
             if self._masks is None:
                 self._masks = np.full(self._mask_shape, ANY_TOKEN, np.int32)
             first = int(self._first_samples[index])
-            controls.fill_masks(drafts, self._masks[first : first + len(drafts) + 1])
+            controls.fill_masks(num_drafts, self._masks[first : first + num_drafts + 1])
         if sampling.has_penalties:
             place = (sequence.row, sequence.num_preemptions)
             is_new, edits = controls.count_edits(place, sequence.output_token_ids)

@@ -101,6 +101,7 @@ class StepResult:
             drafts that it accepted, the token that follows them, then -1.
         report: the log probabilities that the plan's controls ask for, None if they ask for none.
         confidences: [R, N] float32, of the drafts for the next step; None without drafts.
+        drafts: [R, N] int32, those drafts, which only grammars ask for; None without drafts.
         elapsed_ms: how long the step had the device for itself; None if nobody measured.
     """
 
@@ -108,6 +109,7 @@ class StepResult:
     token_ids: np.ndarray
     report: StepReport | None = None
     confidences: np.ndarray | None = None
+    drafts: np.ndarray | None = None
     elapsed_ms: float | None = None
 
 

@@ -420,7 +420,7 @@ class Engine:
             restores=table.take_restores(),
             snapshots=snapshots,
             controls=step_controls.plan_controls(
-                table, kind, rows, starts, num_tokens, token_ids, self.limits.vocab_size
+                table, kind, rows, starts, num_tokens, self.limits.vocab_size
             ),
             tail=tail,
         )
@@ -451,7 +451,7 @@ class Engine:
     ) -> TokenDelta:
         """The delta of a row that has controls; ends its request if these say so."""
         is_over = delta.finish_reason is not None
-        delta = step_controls.take_tokens(sequence, plan, index, result.report, delta)
+        delta = step_controls.take_tokens(self._table, sequence, plan, index, result, delta)
         if delta.finish_reason is FinishReason.ERROR and not is_over:
             self.abort(delta.request_id, FinishReason.ERROR)
         return delta

@@ -236,15 +236,15 @@ class JaxExecutor(CacheOwner):
         """
         plan, result = self._in_flight.popleft()
         # Without drafts a decode row has one token.
-        tokens, confidences = np.asarray(result.values)[: plan.num_rows], None
+        tokens, drafts, confidences = np.asarray(result.values)[: plan.num_rows], None, None
         if self.layout.has_draft:
-            tokens, _, confidences = SpeculativeResult.unpack(tokens)
+            tokens, drafts, confidences = SpeculativeResult.unpack(tokens)
         report = None
         if result.sampled is not None:
             sampled = LogprobColumns(*map(np.asarray, result.sampled))
             prompt = result.prompt and LogprobColumns(*map(np.asarray, result.prompt))
             report = StepReport(sampled, prompt)
-        return StepResult(plan.step_index, tokens, report, confidences)
+        return StepResult(plan.step_index, tokens, report, confidences, drafts)
 
     def _known_tokens(self, packed: PackedStep) -> np.ndarray:
         """[T] token ids of a step whose references are looked up, for which it may have to wait."""

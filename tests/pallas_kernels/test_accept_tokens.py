@@ -157,6 +157,32 @@ def test_text_follows_the_target_whatever_the_drafts(settings: Settings) -> None
     assert abs(np.mean(first_accepted > 0) - expected) < 5 * error
 
 
+@pytest.mark.parametrize("judges_illegal", (True, False))
+def test_masked_text_follows_its_target_only_if_the_first_illegal_draft_is_judged(
+    judges_illegal: bool,
+) -> None:
+    """Drafts know nothing of a mask. To leave the first illegal one out looks harmless, since it
+    can never be accepted; but its place is then drawn as if nothing had been drafted for it.
+    """
+    is_legal = np.arange(VOCAB) % 3 > 0
+    masked = np.where(is_legal, TARGET, -np.inf).astype(np.float32)
+    anchors, at = jnp.zeros(ROWS, jnp.int32), jnp.full(ROWS, 10, jnp.int32)
+    drafted = propose(DRAFT, anchors, at, PLAIN)
+    tokens = np.asarray(drafted.tokens)
+    num_legal = np.cumprod(is_legal[tokens], axis=1).sum(axis=1)
+    num_drafts = np.minimum(num_legal + judges_illegal, DRAFTS).astype(np.int32)
+    results = verify(masked, anchors, at, drafted, jnp.asarray(num_drafts), PLAIN)
+    accepted, following = map(np.asarray, results)
+    assert (accepted <= num_legal).all()
+    seen = np.bincount(np.where(accepted > 0, tokens[:, 0], following), minlength=VOCAB)
+    expected = PLAIN.distribution(masked)[0] * ROWS
+    if judges_illegal:
+        assert_follows(seen, expected)
+    else:
+        with pytest.raises(AssertionError):
+            assert_follows(seen, expected)
+
+
 def small_case(num_rows: int, settings: Settings, table: np.ndarray) -> Any:
     """Anchors, positions and drafts of a few rows."""
     anchors = jnp.arange(num_rows, dtype=jnp.int32) % VOCAB

@@ -10,7 +10,13 @@ import pytest
 
 from serving.core.admission import EngineLimits, check_limits, check_request, length_max
 from serving.core.request import Request, RequestError, SamplingParams
-from tests.serving.engine.simulated_device import BUCKETS, make_image, make_limits
+from tests.serving.engine.checked_engine import (
+    BUCKETS,
+    make_limits,
+)
+from tests.serving.engine.simulated_device import (
+    make_image,
+)
 
 LIMITS = make_limits(num_blocks=11)
 

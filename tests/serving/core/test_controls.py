@@ -46,9 +46,11 @@ def controls_with(sampling: SamplingParams, **changes: object) -> SequenceContro
     return controls
 
 
-def constrained(pattern: str, *, after_thinking: bool = False) -> SequenceControls:
+def constrained(
+    pattern: str, *, after_thinking: bool = False, temperature: float = 1.0
+) -> SequenceControls:
     constraint = OutputConstraint(ConstraintKind.REGEX, pattern, after_thinking)
-    request = request_of(SamplingParams(), constraint=constraint)
+    request = request_of(SamplingParams(temperature=temperature), constraint=constraint)
     controls = controls_of(request, SMALL.compile(constraint))
     assert controls is not None
     return controls
@@ -88,20 +90,37 @@ def test_a_grammar_adjusts_once_it_is_not_free() -> None:
 def test_masks_and_drafts_follow_the_grammar() -> None:
     controls = constrained("ab|ac")
     a, b, c = (ids_of(SMALL, letter)[0] for letter in "abc")
-    assert controls.num_legal([a, b, b]) == 2
+    assert controls.take_drafts([a, b, b]) == 3 and controls.drafts == [a, b]
     masks = np.zeros((2, WORDS), np.int32)
-    controls.fill_masks([a], masks)
+    controls.fill_masks(1, masks)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     assert [np.flatnonzero(row).tolist() for row in bits] == [[a], [b, c]]
+    masks = np.zeros((4, WORDS), np.int32)
+    controls.fill_masks(3, masks)
+    # After the whole text only its end may come, and what follows an illegal draft is not kept.
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    assert bits[2].sum() == 1 and (masks[3] == -1).all()
     controls.advance([a, c])
-    assert controls.failure is None and controls.num_legal([b]) == 0
+    assert controls.failure is None and controls.take_drafts([b]) == 1 and controls.drafts == []
+
+
+@pytest.mark.parametrize(("temperature", "num_usable"), [(0.0, [2, 1, 0, 0]), (0.7, [2, 2, 1, 0])])
+def test_the_first_illegal_draft_is_verified_where_tokens_are_drawn(
+    temperature: float, num_usable: list[int]
+) -> None:
+    controls = constrained("ab|ac", temperature=temperature)
+    a, b, c = (ids_of(SMALL, letter)[0] for letter in "abc")
+    found = [controls.take_drafts(drafts) for drafts in ([a, b], [a, a], [c, a, b], [])]
+    assert found == num_usable
+    controls.advance([c])
+    assert controls.failure is not None and controls.take_drafts([a]) == 0
 
 
 def test_without_a_grammar_everything_is_legal() -> None:
     controls = controls_with(SamplingParams(logprobs=1))
     masks = np.zeros((3, WORDS), np.int32)
-    controls.fill_masks([7, 8], masks)
-    assert (masks == -1).all() and controls.num_legal([7, 8]) == 2
+    controls.fill_masks(2, masks)
+    assert (masks == -1).all()
     controls.advance([7])
     assert controls.failure is None
 
@@ -111,12 +130,12 @@ def test_a_failure_is_remembered_and_not_raised() -> None:
     controls.advance(ids_of(SMALL, "b"))
     assert controls.failure is not None and "grammar" in controls.failure
     masks = np.zeros((1, WORDS), np.int32)
-    controls.fill_masks([], masks)
+    controls.fill_masks(0, masks)
     assert (masks == -1).all(), "a failed grammar must still leave something to sample"
     complex_one = constrained("((a{1,100}){1,100}){1,100}")
     for _ in range(50):
         complex_one.advance(ids_of(SMALL, "a"))
-        complex_one.fill_masks([], masks)
+        complex_one.fill_masks(0, masks)
     assert complex_one.failure is not None and "complex" in complex_one.failure
     assert (masks == -1).all()
 

@@ -4,6 +4,7 @@ Method: tables of decoding sequences with given lengths and last steps; the chos
 """
 
 import numpy as np
+import pytest
 
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.decode_scheduler import choose_lengths, choose_rows
@@ -155,10 +156,27 @@ def test_the_total_comes_from_the_round_before_and_the_shares_from_the_newest() 
     assert lengths_of(table, *sizes, step_ms=step_ms) == [1, 4]
 
 
-def test_rows_with_a_grammar_verify_nothing() -> None:
+def test_a_grammar_cuts_the_drafts_of_its_row() -> None:
     table = make_table([5, 9], num_drafts=5)
-    table.is_constrained[1] = True
-    assert lengths_of(table, WIDE) == [1, 6]
+    table.num_usable_drafts[1] = 2
+    assert lengths_of(table, WIDE) == [3, 6]
+    small, large = Bucket(2, 2, 64), Bucket(2, 12, 64)
+    assert lengths_of(table, small, large, step_ms={small: 1.0, large: 1.1}) == [3, 6]
+
+
+@pytest.mark.parametrize("num_usable", [1, 3, 5])
+def test_where_a_grammar_cuts_decides_nothing_about_the_drafts_before(num_usable: int) -> None:
+    table = make_table([5, 9], num_drafts=5)
+    table.num_rounds[1:3] = 2
+    table.confidences[1:3] = table.confidences_before[1:3] = [[0.9] * 5, [0.7] * 5]
+    sizes = [Bucket(2, size, 64) for size in range(2, 13)]
+    step_ms = {bucket: 1.0 + 0.3 * bucket.num_tokens for bucket in sizes}
+    uncut = lengths_of(table, *sizes, step_ms=step_ms)
+    assert uncut == [6, 2]
+    table.num_usable_drafts[1] = num_usable
+    cut = lengths_of(table, *sizes, step_ms=step_ms)
+    # What is saved goes to the other row; a draft before the cut is verified as it was.
+    assert cut[0] == min(uncut[0], 1 + num_usable) and sum(cut) == sum(uncut)
 
 
 def test_drafts_fit_the_width_of_the_bucket() -> None:

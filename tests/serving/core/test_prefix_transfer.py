@@ -15,12 +15,14 @@ from serving.core.kv_transfer import KVRead
 from serving.core.prefix import PrefixKey
 from serving.core.prefix_transfer import StagedPrefix
 from serving.core.request import Request, SamplingParams
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
-    VOCAB_SIZE,
     CheckedEngine,
-    make_image,
     make_limits,
+)
+from tests.serving.engine.simulated_device import (
+    VOCAB_SIZE,
+    make_image,
 )
 
 ONE = SamplingParams(max_tokens=1, temperature=0, seed=3, ignore_eos=True)

@@ -25,23 +25,23 @@ from serving.core.request import (
     SamplingParams,
 )
 from serving.core.running_table import RunningTable
-from serving.core.sequence import Sequence
+from serving.core.sequence import Sequence, SequenceStatus
 from serving.core.step_controls import (
     controlled_rows,
     plan_controls,
     take_prompt_report,
     take_tokens,
 )
-from serving.core.step_plan import StepPlan
+from serving.core.step_plan import StepPlan, StepResult
 from tests.serving.core.vocabularies import SMALL, SMALL_VOCAB, ids_of
 
 A, B, C = (ids_of(SMALL, letter)[0] for letter in "abc")
 PLAIN = SamplingParams(max_tokens=20)
 
 
-def table_of(*wanted: tuple[SamplingParams, str | None]) -> RunningTable:
+def table_of(*wanted: tuple[SamplingParams, str | None], num_drafts: int = 0) -> RunningTable:
     """A table whose rows 1, 2, ... hold prompts of three tokens, with these settings."""
-    table = RunningTable(num_slots=6, num_blocks=9, block_size=4, context_blocks_max=4)
+    table = RunningTable(6, 9, block_size=4, context_blocks_max=4, num_drafts=num_drafts)
     for number, (sampling, pattern) in enumerate(wanted):
         constraint = None if pattern is None else OutputConstraint(ConstraintKind.REGEX, pattern)
         request = Request(str(number), (5, 6, 5), sampling, constraint=constraint)
@@ -62,7 +62,6 @@ def controls_at(
         np.array([row for row, _, _ in rows]),
         np.array([start for _, start, _ in rows], np.int32),
         np.array([len(tokens) for _, _, tokens in rows], np.int32),
-        np.array([token for _, _, tokens in rows for token in tokens], np.int32),
         SMALL_VOCAB,
     )
 
@@ -134,6 +133,7 @@ def test_masks_of_rows_with_drafts() -> None:
     controls = append(table, 2, A).controls
     assert controls is not None
     controls.advance([A])
+    controls.take_drafts([B, B])
     rows = [(1, 3, [9, 8, 7]), (2, 3, [A, B]), (3, 2, [5])]
     found = controls_at(table, StepKind.DECODE, rows)
     assert found is not None and found.masks is not None and len(found.masks) == 6
@@ -175,16 +175,22 @@ def report_of(count: int) -> StepReport:
     return StepReport(columns, columns)
 
 
+def result_of(report: StepReport | None = None, drafts: np.ndarray | None = None) -> StepResult:
+    return StepResult(0, np.zeros(0, np.int32), report, drafts=drafts)
+
+
 def test_log_probabilities_of_several_tokens_of_a_row() -> None:
     table = table_of((PLAIN, None), (SamplingParams(logprobs=2), None))
     sequence = append(table, 2, 8, 9, 7)
     plan = plan_of(StepKind.DECODE, [3, 3], [2, 4])
-    delta = take_tokens(sequence, plan, 1, report_of(6), sequence.delta((8, 9, 7)))
+    delta = take_tokens(
+        table, sequence, plan, 1, result_of(report_of(6)), sequence.delta((8, 9, 7))
+    )
     assert [entry.logprob for entry in delta.logprobs] == [-2, -3, -4]
     assert delta.logprobs[0].top == ((2, -2.0), (3, -3.0))
     assert delta.finish_reason is None and delta.prompt_logprobs == ()
     plan = plan_of(StepKind.PREFILL, [0, 0], [2, 4])
-    delta = take_tokens(sequence, plan, 1, report_of(6), sequence.delta((8,)))
+    delta = take_tokens(table, sequence, plan, 1, result_of(report_of(6)), sequence.delta((8,)))
     assert [entry.logprob for entry in delta.logprobs] == [-1]
 
 
@@ -193,17 +199,31 @@ def test_the_prompt_is_reported_with_the_first_token() -> None:
     sequence = append(table, 2, 8)
     plan = plan_of(StepKind.PREFILL, [0, 0], [2, 3])
     take_prompt_report(sequence, plan, 1, report_of(6))
-    delta = take_tokens(sequence, plan, 1, report_of(6), sequence.delta((8,)))
+    delta = take_tokens(table, sequence, plan, 1, result_of(report_of(6)), sequence.delta((8,)))
     values = [entry and entry.logprob for entry in delta.prompt_logprobs]
     assert values == [None, -2, -3] and delta.logprobs == ()
     append(table, 2, 9)
-    later = take_tokens(sequence, plan, 1, None, sequence.delta((9,)))
+    later = take_tokens(table, sequence, plan, 1, result_of(), sequence.delta((9,)))
     assert later.prompt_logprobs == ()
+
+
+def test_a_grammar_says_how_many_of_the_next_drafts_may_be_verified() -> None:
+    table = table_of((PLAIN, None), (SamplingParams(20, 0), "ab*c"), num_drafts=3)
+    assert table.num_usable_drafts[1:3].tolist() == [3, 0]
+    plan = plan_of(StepKind.PREFILL, [0, 0], [3, 3])
+    drafts = np.array([[9, 9, 9], [B, B, A]])
+    sequence = append(table, 2, A)
+    take_tokens(table, sequence, plan, 1, result_of(drafts=drafts), sequence.delta((A,)))
+    assert table.num_usable_drafts[1:3].tolist() == [3, 2]
+    # Those who leave take their grammar along.
+    table.leave(2, SequenceStatus.WAITING)
+    table.enter(sequence)
+    assert table.num_usable_drafts[2] == 0
 
 
 def test_a_token_outside_the_grammar_ends_the_request() -> None:
     table = table_of((PLAIN, "ab"))
     sequence = append(table, 1, B)
     plan = plan_of(StepKind.PREFILL, [0], [3])
-    delta = take_tokens(sequence, plan, 0, None, sequence.delta((B,)))
+    delta = take_tokens(table, sequence, plan, 0, result_of(), sequence.delta((B,)))
     assert delta.finish_reason is FinishReason.ERROR and delta.error

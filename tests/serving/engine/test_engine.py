@@ -23,15 +23,18 @@ from serving.core.request import (
 )
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine, EngineLimits, run_step
-from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
-    EOS,
-    VOCAB_SIZE,
     CheckedEngine,
-    SimulatedDevice,
     make_buckets,
     make_limits,
+    walk,
+)
+from tests.serving.engine.prompts import prompt_of
+from tests.serving.engine.simulated_device import (
+    EOS,
+    VOCAB_SIZE,
+    SimulatedDevice,
 )
 
 LONG = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -97,26 +100,16 @@ engines = st.builds(
 def test_random_traces_end_with_the_right_tokens(
     checked: CheckedEngine, trace: list[tuple]
 ) -> None:
-    names: list[str] = []
-    for call, *values in trace:
-        if call == "admit":
-            # Few different beginnings, so that prompts share them.
-            prompt = prompt_of(values[0], len(names) % 3)
-            if len(prompt) < checked.length_max:
-                names.append(checked.admit(prompt, values[1], priority=values[2]))
-            else:
-                with pytest.raises(RequestError):
-                    checked.admit(prompt, values[1])
-        elif call == "abort" and names:
-            checked.abort(names[values[0] % len(names)])
-        elif call == "plan":
-            checked.plan()
-        elif call == "commit":
-            checked.commit()
-        elif call == "step":
-            for _ in range(values[0]):
-                checked.step()
-    checked.drain()
+    def admit(length: int, sampling: SamplingParams, priority: int) -> list[str]:
+        # Few different beginnings, so that prompts share them.
+        prompt = prompt_of(length, len(checked.outputs) % 3)
+        if length < checked.length_max:
+            return [checked.admit(prompt, sampling, priority=priority)]
+        with pytest.raises(RequestError):
+            checked.admit(prompt, sampling)
+        return []
+
+    walk(checked, trace, admit)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -124,6 +117,13 @@ def test_crowded_traces_end_with_the_right_tokens(seed: int) -> None:
     """Uniform choices reach what hypothesis, which prefers small examples, seldom does."""
     source = random.Random(seed)
     num_preemptions = 0
+
+    def admit() -> list[str]:
+        length = source.randint(1, min(14, checked.length_max - 1))
+        sampling = SamplingParams(source.randint(1, 40), 0.5, ignore_eos=True)
+        prompt = prompt_of(length, len(checked.outputs) % 4)
+        return [checked.admit(prompt, sampling, priority=source.choice([0, 0, 1]))]
+
     for _ in range(30):
         limits = make_limits(
             num_blocks=source.randint(5, 14),
@@ -134,23 +134,12 @@ def test_crowded_traces_end_with_the_right_tokens(seed: int) -> None:
             num_drafts=source.choice([0, 0, 2, 5]),
         )
         checked = CheckedEngine(limits, source.choice(BUCKET_TABLES))
-        names: list[str] = []
+        trace: list[tuple] = []
         for _ in range(60):
-            call = source.choice(["admit", "plan", "commit", "step", "step"])
-            if call == "admit":
-                prompt = prompt_of(
-                    source.randint(1, min(14, checked.length_max - 1)), len(names) % 4
-                )
-                sampling = SamplingParams(source.randint(1, 40), 0.5, ignore_eos=True)
-                priority = source.choice([0, 0, 1])
-                names.append(checked.admit(prompt, sampling, priority=priority))
-            elif call == "plan":
-                checked.plan()
-            else:
-                getattr(checked, call)()
-            if names and source.random() < 0.03:
-                checked.abort(source.choice(names))
-        checked.drain()
+            trace.append((source.choice(["admit", "plan", "commit", "step", "step"]),))
+            if source.random() < 0.03:
+                trace.append(("abort", source.randint(0, 99)))
+        walk(checked, trace, admit)
         num_preemptions += checked.engine.status().num_preemptions
     assert num_preemptions > 20
 

@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from serving.core.buckets import StepKind
 from serving.core.request import FinishReason, SamplingParams
 from serving.core.step_plan import LAST_SAMPLED
-from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
-    VOCAB_SIZE,
     CheckedEngine,
     make_buckets,
     make_limits,
+    step_on,
+)
+from tests.serving.engine.prompts import prompt_of
+from tests.serving.engine.simulated_device import (
+    VOCAB_SIZE,
 )
 
 DRAFT_BUCKETS = make_buckets(
@@ -55,10 +58,7 @@ def play(
         )
         prompt, priority = prompt_of(length, source.randint(0, 2)), source.choice([0, 0, 3, -3])
         name = checked.admit(prompt, sampling, priority=priority)
-        for _ in range(source.randint(0, 4)):
-            checked.step()
-        if source.random() < 0.15 and name not in checked.reasons:
-            checked.abort(name)
+        step_on(checked, source, name, 4, abort_share=0.15)
     checked.drain()
     return checked
 

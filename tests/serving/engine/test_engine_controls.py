@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.core.buckets import StepKind
 from serving.core.controls import IN_PROMPT, LogprobColumns, StepReport
 from serving.core.grammar import Grammar, GrammarCompiler
 from serving.core.request import (
@@ -27,18 +28,23 @@ from serving.core.request import (
     TokenDelta,
 )
 from serving.core.step_plan import StepPlan, StepResult
+from serving.engine.packing import PackedStep
 from tests.serving.engine import simulated_device as device
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
-    EOS,
-    VOCAB_SIZE,
     CheckedEngine,
-    SimulatedDevice,
     make_buckets,
     make_limits,
+    step_on,
+)
+from tests.serving.engine.simulated_device import (
+    EOS,
+    VOCAB_SIZE,
+    SimulatedDevice,
 )
 
-LETTERS = "abcdefghijklmnopqrstuv"
+LETTERS = "abcdefghijklmnopqrstu"
+THINK_END = len(LETTERS) + 1
 _BYTE_LEVEL = {
     "type": "ByteLevel",
     "add_prefix_space": False,
@@ -47,10 +53,14 @@ _BYTE_LEVEL = {
 }
 _FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 TOKENIZER = {
-    "added_tokens": [{"id": EOS, "content": "<eos>", "special": True, **_FLAGS}],
+    "added_tokens": [
+        {"id": EOS, "content": "<eos>", "special": True, **_FLAGS},
+        {"id": THINK_END, "content": "</think>", "special": True, **_FLAGS},
+    ],
     "model": {
         "type": "BPE",
-        "vocab": {"<eos>": EOS} | {letter: i for i, letter in enumerate(LETTERS, 1)},
+        "vocab": {"<eos>": EOS, "</think>": THINK_END}
+        | {letter: i for i, letter in enumerate(LETTERS, 1)},
         "merges": [],
     },
     "pre_tokenizer": _BYTE_LEVEL,
@@ -60,7 +70,7 @@ COMPILER = GrammarCompiler(json.dumps(TOKENIZER), VOCAB_SIZE, EOS)
 DRAFT_BUCKETS = make_buckets(
     prefill=[(4, 8, 16), (4, 16, 16)], decode=[(1, 6, 16), (2, 8, 16), (6, 20, 16)]
 )
-PATTERNS = ["[a-c]+", "(ab|cd)*", "[a-v]{2,6}", "k", "[d-f]{3}"]
+PATTERNS = ["[a-c]+", "(ab|cd)*", "[a-u]{2,6}", "k", "[d-f]{3}"]
 
 
 def legal_token(token: int, mask: np.ndarray) -> int:
@@ -95,9 +105,12 @@ class ControlledDevice(SimulatedDevice):
         super().__init__(*arguments)
         # What others have left in a slot must not matter.
         self._counts = np.full((64, VOCAB_SIZE), 99)
+        # By sequence: the length of its prompt, and its text. Masks change what a draft module
+        # would propose as little as they change this, but without it few drafts would be legal.
+        self.foreseen: dict[int, tuple[int, list[int]]] = {}
 
     def collect(self) -> StepResult:
-        plan = self.in_flight[0]
+        plan = self._plan = self.in_flight[0]
         controls = plan.controls
         self._samples: list[int] = []
         if controls is not None:
@@ -123,6 +136,15 @@ class ControlledDevice(SimulatedDevice):
                 token = legal_token(token, controls.masks[len(self._samples)])
         self._samples.append(token)
         return token
+
+    def _draft(self, step: PackedStep, row: int) -> None:
+        """What the row will sample, and at every fourth place something else."""
+        slot = int(step.slots[row])
+        num_prompt, text = self.foreseen[int(self._plan.sequence_ids[row])]
+        for place in range(self._num_drafts):
+            index = int(self._lengths[slot]) - num_prompt + 1 + place
+            token = text[index] if 0 <= index < len(text) else 1
+            self._drafts[slot, place] = (token + (index % 4 == 3)) % VOCAB_SIZE
 
     def _edit_counts(self, plan: StepPlan) -> None:
         assert plan.controls is not None
@@ -177,7 +199,7 @@ class ControlledEngine(CheckedEngine):
         made = make_limits(**limits)
         buckets = DRAFT_BUCKETS if made.num_drafts else BUCKETS
         super().__init__(made, buckets)
-        self.device = ControlledDevice(made, buckets)
+        self.device: ControlledDevice = ControlledDevice(made, buckets)
         self.deltas: dict[str, list[TokenDelta]] = {}
 
     def admit_controlled(
@@ -186,15 +208,20 @@ class ControlledEngine(CheckedEngine):
         sampling: SamplingParams,
         pattern: str | None = None,
         priority: int = 0,
+        after_thinking: bool = False,
     ) -> str:
-        constraint = None if pattern is None else OutputConstraint(ConstraintKind.REGEX, pattern)
+        constraint = None
+        if pattern is not None:
+            constraint = OutputConstraint(ConstraintKind.REGEX, pattern, after_thinking)
         grammar = None if constraint is None else COMPILER.compile(constraint)
         name = f"request-{len(self._requests)}"
         request = Request(name, tuple(prompt), sampling, constraint=constraint, priority=priority)
         self.engine.admit(request, grammar)
         seed = sampling.seed if sampling.seed is not None else self._same_seeds.getrandbits(63)
+        number = len(self._requests)
         self._requests[name], self.outputs[name], self.deltas[name] = request, [], []
         self.expected[name] = alone(request, grammar, seed, self.length_max)
+        self.device.foreseen[number] = len(prompt), self.expected[name]
         self.check()
         return name
 
@@ -257,11 +284,9 @@ def test_random_traces(seed: int, in_flight_max: int, num_drafts: int) -> None:
         prompt = [(i * 5 + source.randint(0, 1)) % VOCAB_SIZE for i in range(length)]
         pattern = source.choice([None, None, *PATTERNS])
         priority = source.choice([0, 0, 0, 1, -1])
-        name = checked.admit_controlled(prompt, random_sampling(source), pattern, priority)
-        for _ in range(source.randint(0, 4)):
-            checked.step()
-        if source.random() < 0.15 and name not in checked.reasons:
-            checked.abort(name)
+        sampling, thinks = random_sampling(source), source.random() < 0.3
+        name = checked.admit_controlled(prompt, sampling, pattern, priority, thinks)
+        step_on(checked, source, name, 4, abort_share=0.15)
     checked.drain()
     checked.check_reports()
 
@@ -270,7 +295,7 @@ def test_preemption_rebuilds_counts_and_keeps_grammars() -> None:
     checked = ControlledEngine(num_blocks=8, num_slots=4, context_max=24)
     for number in range(3):
         penalised = SamplingParams(max_tokens=14, temperature=0, frequency_penalty=1.0)
-        checked.admit_controlled([1 + number] * 6, penalised, "[a-v]{14}")
+        checked.admit_controlled([1 + number] * 6, penalised, "[a-u]{14}")
     checked.drain()
     assert checked.engine.status().num_preemptions > 0
 
@@ -290,24 +315,68 @@ def test_a_constrained_request_that_gives_way_to_an_urgent_one_keeps_to_its_gram
     assert checked.engine.status().num_preemptions == 1
 
 
+@pytest.mark.parametrize("in_flight_max", [1, 2])
 @pytest.mark.parametrize(
-    ("sampling", "pattern", "verifies"),
+    ("sampling", "pattern"),
     [
-        (SamplingParams(24, 0, ignore_eos=True, logprobs=2), None, True),
-        (SamplingParams(24, 0, ignore_eos=True, logit_bias=((3, 0.2),), min_p=0.01), None, True),
-        (SamplingParams(24, 0, ignore_eos=True, presence_penalty=0.1), None, True),
-        # The host does not know the drafts, so a grammar cannot be asked about them.
-        (SamplingParams(24, 0), "[a-v]{24}", False),
+        (SamplingParams(24, 0, ignore_eos=True, logprobs=2), None),
+        (SamplingParams(24, 0, ignore_eos=True, logit_bias=((3, 0.2),), min_p=0.01), None),
+        (SamplingParams(24, 0, ignore_eos=True, presence_penalty=0.1), None),
+        (SamplingParams(24, 0), "[a-u]{24}"),
+        (SamplingParams(24, 0.7, seed=3, logprobs=1), "([ab]{3}|[c-u]{2})+"),
     ],
 )
-def test_controls_other_than_grammars_verify_drafts(
-    sampling: SamplingParams, pattern: str | None, verifies: bool
+def test_drafts_make_steps_fewer_whatever_controls_a_row_has(
+    sampling: SamplingParams, pattern: str | None, in_flight_max: int
 ) -> None:
+    num_steps = []
+    for num_drafts in (0, 5):
+        checked = ControlledEngine(num_drafts=num_drafts, in_flight_max=in_flight_max)
+        checked.admit_controlled([1, 2, 3], sampling, pattern)
+        checked.drain()
+        checked.check_reports()
+        num_steps.append(checked.engine.status().num_steps)
+    assert 2 * num_steps[1] < num_steps[0]
+
+
+@pytest.mark.parametrize("in_flight_max", [1, 2])
+def test_a_step_may_hold_the_end_of_thinking_and_what_follows_it(in_flight_max: int) -> None:
+    sampling = SamplingParams(40, 0, logprobs=0)
+    num_across = 0
+    for first in range(1, 23):
+        checked = ControlledEngine(num_drafts=5, in_flight_max=in_flight_max)
+        pattern = "(ab|cd|efg){4}"
+        name = checked.admit_controlled([first, 2], sampling, pattern, after_thinking=True)
+        checked.drain()
+        checked.check_reports()
+        text = checked.outputs[name]
+        if THINK_END in text:
+            answer = text[text.index(THINK_END) + 1 :]
+            assert not answer or 4 * 2 < len(answer) <= 4 * 3 + 1 and answer[-1] == EOS
+            steps = [delta.token_ids for delta in checked.deltas[name]]
+            num_across += any(THINK_END in tokens[:-1] for tokens in steps)
+    assert num_across > 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_no_step_goes_past_the_first_illegal_draft(temperature: float) -> None:
     checked = ControlledEngine(num_drafts=5)
-    checked.admit_controlled([1, 2, 3], sampling, pattern)
-    checked.drain()
-    checked.check_reports()
-    assert (checked.engine.status().num_verified[0] > 0) == verifies
+    checked.admit_controlled([1, 2, 3], SamplingParams(24, temperature, seed=3), "(ab|cd){9}")
+    row = checked.engine._sequences["request-0"]
+    num_cut = 0
+    while checked.engine.has_work:
+        assert row.controls is not None and row.controls.grammar is not None
+        plan = checked.plan()
+        if plan is not None and plan.kind is StepKind.DECODE:
+            in_slot = checked.device._drafts[row.row].tolist()
+            num_legal = row.controls.grammar.num_legal(in_slot)
+            assert row.controls.drafts == in_slot[:num_legal]
+            room = row.length_limit - 1 - row.num_tokens
+            judged = min(num_legal + (temperature > 0), 5, room)
+            assert plan.num_tokens.tolist() == [1 + judged]
+            num_cut += judged < min(5, room)
+        checked.commit()
+    assert num_cut > 0 and checked.engine.status().num_accepted[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -367,7 +436,7 @@ def test_a_failing_grammar_ends_its_own_request() -> None:
     checked = ControlledEngine(in_flight_max=2)
     sampling = SamplingParams(max_tokens=12, temperature=0)
     other = checked.admit_controlled([1, 2, 3], replace(sampling, ignore_eos=True))
-    name = checked.admit_controlled([4, 5], sampling, "[a-v]{12}")
+    name = checked.admit_controlled([4, 5], sampling, "[a-u]{12}")
     checked.step()
     row = checked.engine._sequences[name]
     assert row.controls is not None and row.controls.grammar is not None

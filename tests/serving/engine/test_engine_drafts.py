@@ -14,12 +14,12 @@ import pytest
 from serving.core.request import FinishReason, SamplingParams
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine
-from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     CheckedEngine,
     make_buckets,
     make_limits,
 )
+from tests.serving.engine.prompts import prompt_of
 
 BUCKETS = make_buckets(prefill=[(4, 16, 16)], decode=[(4, 4, 16), (4, 12, 16), (4, 24, 16)])
 LONG = SamplingParams(max_tokens=40, temperature=0, seed=3, ignore_eos=True)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from serving.core.forking import fork
 from serving.core.request import QueueFullError, Request, SamplingParams
-from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
     CheckedEngine,
     make_limits,
+    walk,
 )
+from tests.serving.engine.prompts import prompt_of
 
 LONG = SamplingParams(max_tokens=9, temperature=0.5, seed=3, ignore_eos=True)
 
@@ -138,19 +139,9 @@ def test_random_traces_end_with_the_right_tokens(
         num_blocks, num_snapshots=num_snapshots, in_flight_max=in_flight_max, context_max=28
     )
     checked = CheckedEngine(limits, BUCKETS)
-    names: list[str] = []
-    for call, *values in trace:
-        if call == "admit":
-            length, num_samples, salt = values
-            names += admit(checked, length, num_samples, LONG, f"r{len(names)}", salt)
-        elif call == "abort" and names:
-            checked.abort(names[values[0] % len(names)])
-        elif call == "plan":
-            checked.plan()
-        elif call == "commit":
-            checked.commit()
-        elif call == "step":
-            for _ in range(values[0]):
-                checked.step()
-    checked.drain()
+
+    def admit_samples(length: int, num_samples: int, salt: int) -> list[str]:
+        return admit(checked, length, num_samples, LONG, f"r{len(checked.outputs)}", salt)
+
+    walk(checked, trace, admit_samples)
     assert checked.engine._forks.num_held == 0 and not checked.engine._forks._leaders

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from serving.core.buckets import StepKind
 from serving.core.request import RequestError, RequestImage, SamplingParams
 from serving.core.step_plan import StepPlan
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
-    VOCAB_SIZE,
     CheckedEngine,
     make_buckets,
-    make_image,
     make_limits,
+)
+from tests.serving.engine.simulated_device import (
+    VOCAB_SIZE,
+    make_image,
 )
 
 _ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from serving.core.request import Request, RequestImage, SamplingParams
-from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
     CheckedEngine,
-    make_image,
     make_limits,
+)
+from tests.serving.engine.prompts import prompt_of
+from tests.serving.engine.simulated_device import (
+    make_image,
 )
 
 ONE = SamplingParams(max_tokens=1, temperature=0, seed=3, ignore_eos=True)

@@ -8,12 +8,12 @@ import pytest
 
 from serving.core.request import PRIORITY_MAX, Request, RequestError, SamplingParams
 from serving.core.waiting_queue import OUTRANKED_MAX
-from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
     CheckedEngine,
     make_limits,
 )
+from tests.serving.engine.prompts import prompt_of
 
 LONG = SamplingParams(max_tokens=30, temperature=0, seed=3, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=3, temperature=0, seed=3, ignore_eos=True)

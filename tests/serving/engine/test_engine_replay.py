@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 
 from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.request import Request, RequestError, RequestImage, SamplingParams
-from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
-    ROLLBACK_MAX,
-    WINDOW,
     CheckedEngine,
     make_buckets,
-    make_image,
     make_limits,
+    step_on,
+)
+from tests.serving.engine.prompts import prompt_of
+from tests.serving.engine.simulated_device import (
+    ROLLBACK_MAX,
+    WINDOW,
+    make_image,
 )
 
 KEEP = WINDOW + ROLLBACK_MAX
@@ -85,11 +88,7 @@ def test_random_traces_end_with_the_tokens_of_cold_runs(
             prompt = [*checked._requests[name].prompt_token_ids, *checked.outputs[name]]
             prompt = [*prompt, *prompt_of(source.randint(0, 14), 3)][: checked.length_max - 1]
         sampling = SamplingParams(source.randint(1, 16), 0.5, ignore_eos=source.random() < 0.5)
-        name = checked.admit(prompt, sampling)
-        for _ in range(source.randint(0, 5)):
-            checked.step()
-        if source.random() < 0.1 and name not in checked.reasons:
-            checked.abort(name)
+        step_on(checked, source, checked.admit(prompt, sampling), 5, abort_share=0.1)
     checked.drain()
 
 
@@ -103,9 +102,8 @@ def test_traces_reach_preemptions_hits_and_tails() -> None:
             make_limits(14, 6, 48, num_snapshots=9, in_flight_max=2, replay=COMPACT), WIDE
         )
         for _ in range(12):
-            checked.admit(prompt_of(source.randint(8, 34), source.randint(0, 1)), LONG)
-            for _ in range(source.randint(0, 5)):
-                checked.step()
+            name = checked.admit(prompt_of(source.randint(8, 34), source.randint(0, 1)), LONG)
+            step_on(checked, source, name, 5, abort_share=0.0)
         checked.drain()
         num_preemptions += checked.engine.status().num_preemptions
         num_hits += sum(count > 0 for count in checked.num_cached.values())

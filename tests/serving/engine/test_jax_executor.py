@@ -16,8 +16,15 @@ from deepinfer_jax.reports import ReportedResult
 from serving.cluster import ModelFacts
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.cost import PrefillSample
+from serving.core.grammar import GrammarCompiler
 from serving.core.prefix_transfer import StagedPrefix
-from serving.core.request import Request, SamplingParams
+from serving.core.request import (
+    ConstraintKind,
+    OutputConstraint,
+    Request,
+    SamplingParams,
+    TokenDelta,
+)
 from serving.core.step_plan import LAST_SAMPLED
 from serving.engine import jax_executor, step_times
 from serving.engine.engine import Engine, EngineLimits, run_step
@@ -243,6 +250,42 @@ def test_verified_drafts_give_the_greedy_tokens(
         assert 0 < status.num_verified[4] < status.num_verified[0]
     assert outputs[0]["greedy"] == data["tokens_kvq"].tolist()
     assert outputs[1] == outputs[0]
+
+
+@pytest.mark.parametrize("in_flight_max", [1, 2])
+def test_drafts_change_neither_constrained_texts_nor_log_probabilities(
+    executor: JaxExecutor, drafting_executor: JaxExecutor, in_flight_max: int
+) -> None:
+    config = executor.model_config
+    assert config.eos_token_id is not None
+    tokenizer = (DIRECTORY / "tokenizer.json").read_text(encoding="utf-8")
+    grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_id)
+    sampling = SamplingParams(max_tokens=60, temperature=0.0, logprobs=20)
+    found: list[dict[str, list[TokenDelta]]] = []
+    for device, buckets in ((executor, BUCKETS), (drafting_executor, DRAFT_BUCKETS)):
+        engine = _engine(device, in_flight_max=in_flight_max, buckets=buckets)
+        for name, pattern in (("a", "[ -~]{40}"), ("b", "([a-f]{3}|[0-9]+-)*x"), ("c", None)):
+            constraint = grammar = None
+            if pattern is not None:
+                constraint = OutputConstraint(ConstraintKind.REGEX, pattern)
+                grammar = grammars.compile(constraint)
+            request = Request(name, (5, 6, 7, ord(name)), sampling, constraint=constraint)
+            engine.admit(request, grammar)
+        deltas: dict[str, list[TokenDelta]] = {}
+        while engine.has_work:
+            for delta in run_step(engine, device):
+                deltas.setdefault(delta.request_id, []).append(delta)
+        found.append(deltas)
+    print(engine.status())
+    for name in "abc":
+        plain, drafted = ([t for d in one[name] for t in d.token_ids] for one in found)
+        assert plain == drafted
+        before, after = ([entry for d in one[name] for entry in d.logprobs] for one in found)
+        assert len(before) == len(after) == len(plain)
+        for one, other in zip(before, after, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            values = [[value for _, value in entry.top] for entry in (one, other)]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 def test_steps_are_timed(drafting_executor: JaxExecutor) -> None:

@@ -26,7 +26,13 @@ from serving.core.profiling import ProfileCapture, ProfileProblem, ProfileRefusa
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.profiler import StepProfiler, scopes_of
 from serving.engine.step_times import TimedExecutor
-from tests.serving.engine.simulated_device import BUCKETS, SimulatedDevice, make_limits
+from tests.serving.engine.checked_engine import (
+    BUCKETS,
+    make_limits,
+)
+from tests.serving.engine.simulated_device import (
+    SimulatedDevice,
+)
 
 
 class SmallDevice:

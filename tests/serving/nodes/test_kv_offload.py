@@ -28,12 +28,14 @@ from serving.kv.offload import (
 from serving.nodes import messages
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import AskCache, Execute, NodeId, Send, SetTimer
-from tests.serving.engine.simulated_device import (
+from tests.serving.engine.checked_engine import (
     BUCKETS,
+    make_limits,
+)
+from tests.serving.engine.simulated_device import (
     VOCAB_SIZE,
     SimulatedDevice,
     expected_tokens,
-    make_limits,
 )
 
 WORKER, FRONTEND = NodeId("mesh_worker", "0"), NodeId("frontend", "0")
