@@ -14,9 +14,7 @@ from tests.serving.engine.checked_engine import (
     BUCKETS,
     make_limits,
 )
-from tests.serving.engine.simulated_device import (
-    make_image,
-)
+from tests.serving.engine.simulated_device import make_image
 
 LIMITS = make_limits(num_blocks=11)
 

@@ -15,12 +15,14 @@ import pytest
 from serving.core.hand_off import HandedContext, blocks_of, goes_on, prefill_part
 from serving.core.request import FinishReason, Request, RequestError, SamplingParams, TokenDelta
 from serving.engine.engine import Engine, run_step
+from tests.serving.engine.checked_engine import (
+    BUCKETS,
+    make_limits,
+)
 from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
-    BUCKETS,
     SimulatedDevice,
     expected_tokens,
-    make_limits,
 )
 
 CONTEXT_MAX = 64

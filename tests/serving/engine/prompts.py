@@ -1,8 +1,6 @@
 """Prompts of the engine's tests."""
 
-from tests.serving.engine.simulated_device import (
-    VOCAB_SIZE,
-)
+from tests.serving.engine.simulated_device import VOCAB_SIZE
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:

@@ -23,9 +23,7 @@ from tests.serving.engine.checked_engine import (
     step_on,
 )
 from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
-    VOCAB_SIZE,
-)
+from tests.serving.engine.simulated_device import VOCAB_SIZE
 
 DRAFT_BUCKETS = make_buckets(
     prefill=[(4, 8, 16), (4, 16, 16)], decode=[(1, 6, 16), (2, 2, 16), (2, 8, 16), (6, 9, 16)]

@@ -15,9 +15,7 @@ from tests.serving.engine.checked_engine import (
     make_limits,
 )
 from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import (
-    make_image,
-)
+from tests.serving.engine.simulated_device import make_image
 
 ONE = SamplingParams(max_tokens=1, temperature=0, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=20, temperature=0, seed=3, ignore_eos=True)

@@ -16,9 +16,7 @@ from serving.core.prefill_scheduler import PrefillBudget
 from serving.core.request import Request, SamplingParams
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.engine import Engine, EngineLimits, run_step
-from tests.serving.engine.checked_engine import (
-    make_buckets,
-)
+from tests.serving.engine.checked_engine import make_buckets
 
 COST = PrefillCost(base_ms=5.0, token_ms=0.05, pair_ms=1e-6)
 CHUNK_MS = 60.0

@@ -30,9 +30,7 @@ from tests.serving.engine.checked_engine import (
     BUCKETS,
     make_limits,
 )
-from tests.serving.engine.simulated_device import (
-    SimulatedDevice,
-)
+from tests.serving.engine.simulated_device import SimulatedDevice
 
 
 class SmallDevice:
