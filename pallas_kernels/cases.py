@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.scaled_array import FP4_ROW32, FP8_32, FP8_BLOCK32, Format, encode
+from pallas_kernels.history import TokenHistory
+from pallas_kernels.scaled_array import FP4_ROW32, FP8_32, FP8_BLOCK32, NVFP4_16, Format, encode
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the operation."""
@@ -35,7 +36,14 @@ class Case:
 
     def arguments(self, key: jax.Array) -> Arguments:
         """Random arrays of this case."""
-        return _BUILDERS[self.op](key, **self.sizes)
+        sizes: dict[str, Any] = {}
+
+        def arrays(key: jax.Array) -> tuple[Any, ...]:
+            args, static = _BUILDERS[self.op](key, **self.sizes)
+            sizes.update(static)
+            return args
+
+        return jax.jit(arrays)(key), sizes
 
     def abstract(self) -> Arguments:
         """Shapes and types of the arrays, nothing allocated."""
@@ -103,15 +111,58 @@ def _grouped_matmul(
     return args, {"limit": 1.5, "activation_format": form}
 
 
+def _sparse_attention(
+    key: jax.Array,
+    rows: tuple[tuple[int, int], ...],
+    window: int,
+    num_selected: int,
+    num_blocks: int = 3,
+    entries_per_block: int = 64,
+) -> Arguments:
+    """`rows`: first position and number of tokens of each sequence. A fifth of the selected
+    entries is absent; the first token selects none."""
+    keys = jax.random.split(key, 6)
+    heads, width, ring_length = 64, 512, window + 6
+    position = jnp.concatenate([jnp.arange(0)] + [first + jnp.arange(n) for first, n in rows])
+    lengths = jnp.asarray([n for _, n in rows], jnp.int32)
+    num_tokens = position.shape[0]
+
+    def spread(column: list[int]) -> jax.Array:
+        return jnp.repeat(jnp.asarray(column, jnp.int32), lengths, total_repeat_length=num_tokens)
+
+    history = TokenHistory(
+        position.astype(jnp.int32),
+        spread([first for first, _ in rows]),
+        spread([slot + 1 for slot in range(len(rows))]),
+        jnp.zeros(num_tokens, jnp.int32),
+    )
+    q = (3 * jax.random.normal(keys[0], (num_tokens, heads, width))).astype(jnp.bfloat16)
+    ring = encode(jax.random.normal(keys[1], (len(rows) + 1, ring_length, width)), FP8_32)
+    recent = encode(jax.random.normal(keys[2], (num_tokens, width)), FP8_32)
+    sink = jax.random.normal(keys[3], (heads,))
+    entries = index = None
+    if num_selected:
+        shape = (num_blocks, entries_per_block, width)
+        entries = encode(jax.random.normal(keys[4], shape), NVFP4_16)
+        index = jax.random.randint(
+            keys[5], (num_tokens, num_selected), -shape[0] * shape[1] // 4, shape[0] * shape[1]
+        )
+        index = jnp.maximum(index, -1).at[:1].set(-1)
+    args = (q, ring, recent, history, entries, index, sink)
+    return args, {"window": window, "scale": width**-0.5}
+
+
 _BUILDERS: dict[str, Callable[..., Arguments]] = {
     "scaled_matmul": _scaled_matmul,
     "grouped_matmul": _grouped_matmul,
+    "sparse_attention": _sparse_attention,
 }
 
 
 _TOKEN_ARGUMENTS = {
     "scaled_matmul": (0,),
     "grouped_matmul": (0, 1, 2),
+    "sparse_attention": (0, 2, 3, 5),
 }
 """Which positional arguments have a row for each token."""
 
@@ -131,6 +182,14 @@ def _experts(
     return Case("grouped_matmul", name, tag, given | more)
 
 
+def _attention(
+    name: str, tag: str, rows: list[tuple[int, int]], window: int, num_selected: int, **more: Any
+) -> Case:
+    sizes = {"rows": tuple(rows), "window": window, "num_selected": num_selected}
+    return Case("sparse_attention", name, tag, sizes | more)
+
+
+_POOL = {"num_blocks": 8192, "entries_per_block": 64}
 _TINY, _REAL = (5, 2, 128, 64), (384, 6, 5120, 2304)
 
 CASES: tuple[Case, ...] = (
@@ -149,4 +208,11 @@ CASES: tuple[Case, ...] = (
     _experts("only_padding", "quick", 2, _TINY, num_padding=2),
     _experts("decode", "model", 64, _REAL),
     _experts("prefill", "model", 4096, _REAL),
+    _attention("two_sequences", "quick", [(0, 1), (9, 2)], 5, 7),
+    _attention("window_of_two_tiles", "quick", [(70, 1)], 66, 0),
+    _attention("entries_of_three_tiles", "quick", [(3, 2)], 3, 150),
+    _attention("no_tokens", "quick", [], 5, 7),
+    _attention("decode", "model", [(32768, 2)] * 32, 128, 512, **_POOL),
+    _attention("decode_window", "model", [(32768, 2)] * 32, 128, 0),
+    _attention("prefill", "model", [(32768, 1024)], 128, 512, **_POOL),
 )

@@ -23,6 +23,7 @@ from pallas_kernels.history import TokenHistory
 from pallas_kernels.mix import Mix
 from pallas_kernels.mosaic import grouped_matmul as _grouped_matmul_sm90
 from pallas_kernels.mosaic import scaled_matmul as _scaled_matmul_sm90
+from pallas_kernels.mosaic import sparse_attention as _sparse_attention_sm90
 from pallas_kernels.reference import cache_append as _cache_append
 from pallas_kernels.reference import grouped_matmul as _grouped_matmul
 from pallas_kernels.reference import hyper_mix as _hyper_mix
@@ -189,6 +190,7 @@ def sparse_attention(
     *,
     window: int,
     scale: float,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """Attention of all heads over one latent per entry, key and value at once, float32 [T, H, D].
 
@@ -234,8 +236,20 @@ def sparse_attention(
         expect_integers(entry_index=entry_index)
         expect_range("entry_index", entry_index, -1, entries.shape[0] * entries.shape[1])
     expect_range("history.slot", history.slot, 0, ring.shape[0])
-    return _sparse_attention.sparse_attention(
-        q, ring, recent, history, entries, entry_index, sink, window=window, scale=scale
+    return run(
+        "sparse_attention",
+        implementation,
+        {"sm90": _sparse_attention_sm90.sparse_attention},
+        _sparse_attention.sparse_attention,
+        q,
+        ring,
+        recent,
+        history,
+        entries,
+        entry_index,
+        sink,
+        window=window,
+        scale=scale,
     )
 
 

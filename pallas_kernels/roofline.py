@@ -62,7 +62,25 @@ def _grouped_matmul(
     return Cost(num_bytes, 2 * rows * weights)
 
 
+def _sparse_attention(
+    rows: tuple[tuple[int, int], ...],
+    window: int,
+    num_selected: int,
+    num_blocks: int = 0,
+    entries_per_block: int = 0,
+) -> Cost:
+    """Counts what a token gathers; neighbours of a sequence share most of a window in the cache."""
+    del num_blocks, entries_per_block
+    heads, width = 64, 512
+    tokens = sum(n for _, n in rows)
+    gathered = _packed_bytes(window * width, 8, 32) + _packed_bytes(num_selected * width, 4, 16)
+    passed = heads * width * (2 + 4)
+    num_flops = 4 * heads * width * (window + num_selected) * tokens
+    return Cost(tokens * (gathered + passed), num_flops)
+
+
 _COSTS: dict[str, Callable[..., Cost]] = {
     "scaled_matmul": _scaled_matmul,
     "grouped_matmul": _grouped_matmul,
+    "sparse_attention": _sparse_attention,
 }

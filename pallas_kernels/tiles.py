@@ -33,6 +33,26 @@ class ProductTile:
             raise ValueError(f"{self}; expected rows in {ROW_SIZES} and 2 to 8 stages")
 
 
+@dataclass(frozen=True)
+class AttentionTile:
+    """Tile of `sparse_attention`.
+
+    Attributes:
+        stages: tiles of selected entries in flight.
+    """
+
+    stages: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stages <= 2:
+            raise ValueError(f"{self}; expected 1 or 2 stages, more do not fit")
+
+
+def attention_tile(target: Target) -> AttentionTile:
+    """Tile for any number of tokens."""
+    return AttentionTile(**{"stages": 2} | _measured("sparse_attention", target.name, ()))
+
+
 def product_tile(target: Target, op: str, num_rows: int, n: int, k: int) -> ProductTile:
     """Tile for about `num_rows` rows (of an expert) and a weight of `n` by `k` values."""
     rows = next((size for size in ROW_SIZES if size >= num_rows), ROW_SIZES[-1])

@@ -24,9 +24,11 @@ TILE_CHANNELS = 64
 """Channels of a row that lie together in a shared-memory tile, whatever their size."""
 
 
-def tiled(bits: int) -> tuple[Any, ...]:
-    """Transforms of a shared-memory tile of values of `bits`, as the tensor core reads it."""
-    columns = TILE_CHANNELS
+def tiled(bits: int, columns: int = TILE_CHANNELS) -> tuple[Any, ...]:
+    """Transforms of a shared-memory tile of values of `bits`, as the tensor core reads it.
+
+    Both operands of an instruction need the same `columns`, which are the least that can be sliced.
+    """
     # The two leave out a method that only references without a memory need.
     return (
         plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]

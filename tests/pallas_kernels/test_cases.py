@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels import cases, ops
 
+FIRST_TOKENS_OF = ("odd_rows", "one_expert", "two_sequences")
+
 
 def test_names_are_unique_and_every_op_has_both_kinds() -> None:
     names = [(case.op, case.name, case.tag) for case in cases.CASES]
@@ -28,9 +30,9 @@ def test_model_cases_pass_the_door_without_being_built(case: cases.Case) -> None
     assert jax.tree.leaves(made)
 
 
-@pytest.mark.parametrize("op", ["scaled_matmul", "grouped_matmul"])
+@pytest.mark.parametrize("op", ["scaled_matmul", "grouped_matmul", "sparse_attention"])
 def test_the_first_tokens_alone_give_the_same(op: str) -> None:
-    case = next(c for c in cases.find(op, "quick") if c.name in ("odd_rows", "one_expert"))
+    case = next(c for c in cases.find(op, "quick") if c.name in FIRST_TOKENS_OF)
     args, sizes = case.arguments(jax.random.key(3))
     call = functools.partial(getattr(ops, op), implementation="reference", **sizes)
     whole, part = call(*args), call(*case.first_tokens(args, 2))

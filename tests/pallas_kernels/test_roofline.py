@@ -23,6 +23,13 @@ def test_experts_are_read_once_however_many_tokens_choose_them() -> None:
     assert roofline.cost(all_used).num_bytes == 4 * (weights // 2 + weights // 32) + 900 * 64 * 6
 
 
+def test_attention_reads_each_gathered_row_once_for_all_heads() -> None:
+    sizes = {"rows": ((9, 3), (70, 2)), "window": 128, "num_selected": 512}
+    cost = roofline.cost(Case("sparse_attention", "x", "quick", sizes))
+    assert cost.num_bytes == 5 * (128 * 528 + 512 * 288 + 64 * 512 * (2 + 4))
+    assert cost.num_flops == 5 * 64 * 640 * 512 * 4
+
+
 def test_the_bound_is_the_slower_of_memory_and_arithmetic() -> None:
     memory = roofline.Cost(4_800_000, 1)
     assert abs(memory.bound_us(H200) - 1.0) < 1e-9

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ops
+from pallas_kernels.cases import Case
 from pallas_kernels.history import TokenHistory
+from pallas_kernels.mosaic.sparse_attention import window_rows
 from pallas_kernels.scaled_array import FP8_32, NVFP4_16, Format, decode, encode
+from tests.pallas_kernels.interpreted import TIME_LIMIT, check_case, quick
 
 H, D, WINDOW, RING = 2, 32, 4, 6
 SCALE = 0.3
@@ -156,3 +159,31 @@ def test_low_precision_queries_are_widened(sequences: Sequences) -> None:
         scale=SCALE,
     )
     np.testing.assert_array_equal(got, expected)
+
+
+@TIME_LIMIT
+@quick("sparse_attention")
+def test_the_kernel_gives_what_the_reference_gives(case: Case) -> None:
+    check_case(case)
+
+
+def test_the_list_of_a_window_names_ring_rows_and_rows_of_this_step() -> None:
+    # One sequence at positions 7 and 8 in slot 2, one at 0 in slot 1, with rings of 5.
+    position, start, slot, first = (
+        jnp.asarray(column, jnp.int32) for column in ([7, 8, 0], [7, 7, 0], [2, 2, 1], [5, 5, 0])
+    )
+    rows = window_rows(TokenHistory(position, start, slot, first), 3, 5, 4)
+    np.testing.assert_array_equal(rows, [[15, 11, 10, -1], [16, 15, 11, 10], [17, -1, -1, -1]])
+
+
+def test_the_kernel_refuses_what_it_does_not_cover() -> None:
+    history = TokenHistory(*[jnp.zeros(1, jnp.int32)] * 4)
+    pools = (jnp.zeros((2, 6, 512)), jnp.zeros((1, 512)))
+    call: Any = {"entries": None, "entry_index": None, "sink": jnp.zeros(64), "window": 4}
+    for dtype, reason in (
+        (jnp.float32, "q is float32; the tensor core takes bfloat16"),
+        (jnp.bfloat16, "ring is unquantised; expected fp8_32"),
+    ):
+        q = jnp.zeros((1, 64, 512), dtype)
+        with pytest.raises(NotImplementedError, match=reason):
+            ops.sparse_attention(q, *pools, history, scale=1.0, implementation="interpret", **call)

@@ -7,7 +7,13 @@ import pytest
 
 from pallas_kernels import tiles
 from pallas_kernels.targets import H100, H200
-from pallas_kernels.tiles import ProductTile, parse_table, product_tile
+from pallas_kernels.tiles import (
+    AttentionTile,
+    ProductTile,
+    attention_tile,
+    parse_table,
+    product_tile,
+)
 
 ROW = """
 [[tile]]
@@ -35,6 +41,12 @@ def test_the_table_goes_before_the_heuristic(monkeypatch: pytest.MonkeyPatch) ->
         product_tile(H200, "scaled_matmul", 17, 512, 5120),
     ):
         assert tile.stages != 6
+
+
+def test_attention_keeps_what_fits_in_flight() -> None:
+    assert attention_tile(H200) == AttentionTile(2)
+    with pytest.raises(ValueError, match="expected 1 or 2 stages"):
+        AttentionTile(3)
 
 
 def test_the_shipped_table_is_well_formed() -> None:
