@@ -118,9 +118,10 @@ def _sparse_attention(
     num_selected: int,
     num_blocks: int = 3,
     entries_per_block: int = 64,
+    absent_tokens: int = 1,
 ) -> Arguments:
     """`rows`: first position and number of tokens of each sequence. A fifth of the selected
-    entries is absent; the first token selects none."""
+    entries is absent; the first `absent_tokens` select none."""
     keys = jax.random.split(key, 6)
     heads, width, ring_length = 64, 512, window + 6
     position = jnp.concatenate([jnp.arange(0)] + [first + jnp.arange(n) for first, n in rows])
@@ -147,7 +148,7 @@ def _sparse_attention(
         index = jax.random.randint(
             keys[5], (num_tokens, num_selected), -shape[0] * shape[1] // 4, shape[0] * shape[1]
         )
-        index = jnp.maximum(index, -1).at[:1].set(-1)
+        index = jnp.maximum(index, -1).at[:absent_tokens].set(-1)
     args = (q, ring, recent, history, entries, index, sink)
     return args, {"window": window, "scale": width**-0.5}
 
@@ -208,9 +209,9 @@ CASES: tuple[Case, ...] = (
     _experts("only_padding", "quick", 2, _TINY, num_padding=2),
     _experts("decode", "model", 64, _REAL),
     _experts("prefill", "model", 4096, _REAL),
-    _attention("two_sequences", "quick", [(0, 1), (9, 2)], 5, 7),
+    _attention("two_sequences", "quick", [(0, 1), (9, 1)], 5, 7),
     _attention("window_of_two_tiles", "quick", [(70, 1)], 66, 0),
-    _attention("entries_of_three_tiles", "quick", [(3, 2)], 3, 150),
+    _attention("entries_of_three_tiles", "quick", [(3, 1)], 3, 150, absent_tokens=0),
     _attention("no_tokens", "quick", [], 5, 7),
     _attention("decode", "model", [(32768, 2)] * 32, 128, 512, **_POOL),
     _attention("decode_window", "model", [(32768, 2)] * 32, 128, 0),

@@ -229,12 +229,7 @@ def sparse_attention(
     expect(sink.shape == (num_heads,), "sink", sink.shape, f"[{num_heads}]")
     expect_both("entry_index", entry_index, "entries", entries)
     if entries is not None and entry_index is not None:
-        fits = entries.ndim == 3 and entries.shape[-1] == width
-        expect(fits, "entries", entries.shape, f"[num_blocks, entries_per_block, {width}]")
-        fits = entry_index.ndim == 2 and entry_index.shape[0] == q.shape[0]
-        expect(fits, "entry_index", entry_index.shape, f"[{q.shape[0]}, K]")
-        expect_integers(entry_index=entry_index)
-        expect_range("entry_index", entry_index, -1, entries.shape[0] * entries.shape[1])
+        _expect_entries(entries, entry_index, q.shape[0], width)
     expect_range("history.slot", history.slot, 0, ring.shape[0])
     return run(
         "sparse_attention",
@@ -449,6 +444,15 @@ def _expect_rows(
     columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **columns}
     for name, column in columns.items():
         expect(column.shape == (num_rows,), name, column.shape, f"[{num_rows}]")
+
+
+def _expect_entries(entries: Packed, entry_index: jax.Array, num_tokens: int, width: int) -> None:
+    fits = entries.ndim == 3 and entries.shape[-1] == width
+    expect(fits, "entries", entries.shape, f"[num_blocks, entries_per_block, {width}]")
+    fits = entry_index.ndim == 2 and entry_index.shape[0] == num_tokens
+    expect(fits, "entry_index", entry_index.shape, f"[{num_tokens}, K]")
+    expect_integers(entry_index=entry_index)
+    expect_range("entry_index", entry_index, -1, entries.shape[0] * entries.shape[1])
 
 
 def _expect_streams(streams: jax.Array, output: jax.Array | None, weight: jax.Array) -> None:

@@ -68,9 +68,10 @@ def _sparse_attention(
     num_selected: int,
     num_blocks: int = 0,
     entries_per_block: int = 0,
+    absent_tokens: int = 0,
 ) -> Cost:
     """Counts what a token gathers; neighbours of a sequence share most of a window in the cache."""
-    del num_blocks, entries_per_block
+    del num_blocks, entries_per_block, absent_tokens
     heads, width = 64, 512
     tokens = sum(n for _, n in rows)
     gathered = _packed_bytes(window * width, 8, 32) + _packed_bytes(num_selected * width, 4, 16)
