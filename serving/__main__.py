@@ -32,6 +32,7 @@ from sharding.config_file import ConfigError, override, override_from_text
 if TYPE_CHECKING:
     from serving.frontend.auth import Authenticator
     from serving.frontend.quota import Quotas
+    from serving.frontend.tracing import Tracer
     from serving.frontend.usage import UsageLog
     from serving.kv.offload import CachePort
     from serving.loading import LoadedModel
@@ -317,14 +318,27 @@ async def _serve_model(
     )
     quotas = Quotas(config.quotas, clock)
     queue = FairQueue.for_engine(config.engine)
-    accounting = Accounting(quotas, queue, tenancy.usage, served.name, clock, gateway.metrics)
-    app = make_app(gateway, served, config.server, clock, tenancy.authenticator, accounting)
-    async with Driver(cluster.nodes, cluster.executors, cluster.caches) as driver:
-        gateway.flush = driver.perform
-        with _reload_on_signal(tenancy, quotas):
-            await _serve_app(app, gateway, config, listener)
-        profiler.close()
+    with _tracer(config) as tracer:
+        accounting = Accounting(
+            quotas, queue, tenancy.usage, served.name, clock, gateway.metrics, tracer
+        )
+        app = make_app(gateway, served, config.server, clock, tenancy.authenticator, accounting)
+        async with Driver(cluster.nodes, cluster.executors, cluster.caches) as driver:
+            gateway.flush = driver.perform
+            with _reload_on_signal(tenancy, quotas):
+                await _serve_app(app, gateway, config, listener)
+            profiler.close()
     return 0
+
+
+def _tracer(config: ServingConfig) -> "contextlib.AbstractContextManager[Tracer | None]":
+    """What makes the spans of calls, if they are to go anywhere. Raises ConfigError."""
+    if not config.tracing.endpoint:
+        return contextlib.nullcontext()
+    from serving.frontend.tracing import Tracer
+    from serving.transport.driver import unix_offset_ns
+
+    return Tracer(config.tracing, unix_offset_ns())
 
 
 @contextlib.contextmanager

@@ -185,6 +185,26 @@ class ImageOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TracingOptions:
+    """OpenTelemetry spans of calls.
+
+    `endpoint`: of an OTLP receiver over HTTP, such as `http://127.0.0.1:4318`; empty makes none.
+    `service_name`: what the spans name this server.
+    `sample_ratio`: share of calls that are traced; those with a `traceparent` go by that.
+    """
+
+    endpoint: str = ""
+    service_name: str = "deepinfer-jax"
+    sample_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        is_url = not self.endpoint or self.endpoint.startswith(("http://", "https://"))
+        check(is_url, "endpoint", self.endpoint, "http://HOST:PORT, or nothing")
+        ratio = self.sample_ratio
+        check(0 <= ratio <= 1, "sample_ratio", ratio, "0 to 1")
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaOptions:
     """What one tenant may take; 0 means no limit.
 
@@ -281,6 +301,7 @@ class ServingConfig:
     images: ImageOptions = field(default_factory=ImageOptions)
     quotas: Mapping[str, QuotaOptions] = field(default_factory=lambda: {"default": QuotaOptions()})
     kv: KVOptions = field(default_factory=KVOptions)
+    tracing: TracingOptions = field(default_factory=TracingOptions)
     sharding: str = "single"
 
 

@@ -18,6 +18,7 @@ from serving.frontend.gateway import Update
 from serving.frontend.logs import CALLS
 from serving.frontend.protocols import Call
 from serving.frontend.quota import Quotas
+from serving.frontend.tracing import CallTimes, Tracer
 from serving.frontend.usage import OPEN, UsageLog, UsageRecord
 from serving.observe import ServiceMetrics
 
@@ -37,16 +38,20 @@ class Accounting:
         model: str,
         clock: Clock,
         metrics: ServiceMetrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self.quotas = quotas
+        self.tracer = tracer
         self.queue = queue
         self.usage = usage
         self.model = model
         self.clock = clock
         self.metrics = metrics
 
-    def open(self, call: Call, principal: Principal, route: str) -> "Account":
-        """The account of a call, its quota reserved.
+    def open(
+        self, call: Call, principal: Principal, route: str, traceparent: str = ""
+    ) -> "Account":
+        """The account of a call, its quota reserved; `traceparent` is the header of that name.
 
         Raises:
             ApiError: 429 or 400, the tenant's quota does not allow for it.
@@ -54,7 +59,7 @@ class Accounting:
         limit = self.quotas.context_max(principal.tenant)
         requests = [_within(request, limit, principal) for request in call.requests]
         try:
-            return Account(self, call, requests, principal.tenant, route)
+            return Account(self, call, requests, principal.tenant, route, traceparent)
         except ApiError:
             self.metrics.tenant(principal.tenant).num_refused += 1
             raise
@@ -70,22 +75,24 @@ class Account:
         requests: list[Request],
         tenant: str,
         route: str,
+        traceparent: str,
     ) -> None:
         self.requests = requests
         self.tenant = tenant
         self._accounting = accounting
         self._call = call
+        self._traceparent = traceparent
         # A prompt counts once, however many samples of it are wanted.
         firsts = [request for request in requests if not request.sample_index]
         self._num_input = sum(len(request.prompt_token_ids) for request in firsts)
         self._num_output = sum(request.sampling.max_tokens for request in requests)
         self._reservation = accounting.quotas.reserve(tenant, self._num_input, self._num_output)
-        self._has_entered = self._is_accepted = self._is_recorded = False
+        self._is_accepted = self._is_recorded = False
         self._begun: asyncio.Future[None] | None = None
         self._reasons: dict[int, str] = {}
         self._cached: dict[int, int] = {}
-        self._has_tokens = False
-        self._first_token_s = 0.0
+        self._entered_ns: int | None = None
+        self._first_token_ns: int | None = None
         self._start_ns = self._progress_ns = accounting.clock.now_ns()
         self._record = UsageRecord(
             request_id=call.call_id,
@@ -106,9 +113,8 @@ class Account:
         cost = self._num_input + self._num_output
         start_ns = self._accounting.clock.now_ns()
         await self._accounting.queue.enter(self.tenant, len(self.requests), cost)
-        self._has_entered = True
-        waited_ns = self._accounting.clock.now_ns() - start_ns
-        self._accounting.metrics.queue_s.observe(s_of_ns(waited_ns))
+        self._entered_ns = self._accounting.clock.now_ns()
+        self._accounting.metrics.queue_s.observe(s_of_ns(self._entered_ns - start_ns))
 
     def begin(self) -> None:
         """Records that the engine has accepted the call, without waiting for the disk.
@@ -139,9 +145,8 @@ class Account:
     def add(self, update: Update) -> None:
         """Notes what is about to be delivered; the call itself counts its tokens."""
         now_ns = self._accounting.clock.now_ns()
-        if not self._has_tokens:
-            self._has_tokens = True
-            self._first_token_s = s_of_ns(now_ns - self._start_ns)
+        if self._first_token_ns is None:
+            self._first_token_ns = now_ns
         if not self.requests[update.index].sample_index:
             self._cached[update.index] = update.num_cached_tokens
         if update.finish_reason is not None:
@@ -191,12 +196,13 @@ class Account:
         accounting, num_cached = self._accounting, sum(self._cached.values())
         num_generated = self._call.num_generated_tokens()
         accounting.quotas.settle(self._reservation, num_cached, num_generated)
-        if self._has_entered:
+        if self._entered_ns is not None:
             correction = num_generated - self._num_output - num_cached
             accounting.queue.leave(self.tenant, len(self.requests), correction)
+        record = self._record_now(reason)
+        self._add_spans(record)
         if not self._is_accepted:
             return None
-        record = self._record_now(reason)
         counters = accounting.metrics.tenant(self.tenant)
         counters.num_calls += 1
         counters.num_prompt_tokens += record.num_prompt_tokens
@@ -205,16 +211,38 @@ class Account:
         CALLS.info("call ended", extra={"fields": asdict(record)})
         return record if self._is_recorded else None
 
+    def _add_spans(self, record: UsageRecord) -> None:
+        if self._accounting.tracer is None:
+            return
+        now_ns = self._accounting.clock.now_ns()
+        times = CallTimes(self._start_ns, self._entered_ns, self._first_token_ns, now_ns)
+        attributes = {
+            "http.route": record.route,
+            "gen_ai.request.model": record.model,
+            "gen_ai.response.id": record.request_id,
+            "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": record.num_generated_tokens,
+            "deepinfer.cached_tokens": record.num_cached_tokens,
+            "deepinfer.finish_reason": record.finish_reason,
+            "deepinfer.tenant": record.tenant,
+        }
+        name = f"POST {record.route}"
+        self._accounting.tracer.add_call(name, self._traceparent, times, attributes)
+
     def _record_now(self, reason: str) -> UsageRecord:
         return replace(
             self._record,
             num_cached_tokens=sum(self._cached.values()),
             num_generated_tokens=self._call.num_generated_tokens(),
             num_reasoning_tokens=self._call.num_reasoning_tokens(),
-            first_token_s=self._first_token_s,
-            duration_s=s_of_ns(self._accounting.clock.now_ns() - self._start_ns),
+            first_token_s=self._s_until(self._first_token_ns),
+            duration_s=self._s_until(self._accounting.clock.now_ns()),
             finish_reason=reason,
         )
+
+    def _s_until(self, time_ns: int | None) -> float:
+        """Seconds since the call came; 0 if that time has not come."""
+        return 0.0 if time_ns is None else s_of_ns(time_ns - self._start_ns)
 
 
 def _within(request: Request, context_max: int | None, principal: Principal) -> Request:

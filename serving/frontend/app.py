@@ -6,6 +6,7 @@ A generation call takes five steps: see who calls; read the body within its limi
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp
 
 from serving.clock import Clock
 from serving.config import COUNT_MAX, ServerOptions
-from serving.frontend import exposition, operators, web_page
+from serving.frontend import exposition, openapi, operators, web_page
 from serving.frontend.accounting import Accounting
 from serving.frontend.answers import Answer
 from serving.frontend.auth import LOCAL, Authenticator, Scope
@@ -93,6 +94,7 @@ def make_app(
             Route("/metrics", guarded(Scope.ADMIN, service.metrics), methods=["GET"]),
             Route("/status", guarded(Scope.ADMIN, service.status), methods=["GET"]),
             Route("/profile", guarded(Scope.ADMIN, service.profile), methods=["POST"]),
+            Route("/openapi.json", service.openapi, methods=["GET"]),
             Route("/", web_page.answer, methods=["GET"]),
             Route("/page/{name}", web_page.answer, methods=["GET"]),
         ],
@@ -124,6 +126,7 @@ class _Service:
         gateway.on_drain = self._bodies.drain
         self._clock = clock
         self._created = clock.unix_s()
+        self._document = msgspec.json.encode(openapi.document(version("deepinfer-jax")))
 
     async def chat(self, request: HttpRequest) -> Response:
         return await self._generate(request, lambda raw: ChatCall(raw, self._model, self._clock))
@@ -175,6 +178,10 @@ class _Service:
         await self._check_engine()
         return _json({"status": "ready"})
 
+    async def openapi(self, request: HttpRequest) -> Response:
+        """What may be asked of this server, for programs."""
+        return Response(self._document, media_type="application/json")
+
     async def metrics(self, request: HttpRequest) -> Response:
         num_queued = self._accounting.queue.num_waiting
         status = await self._gateway.status()
@@ -201,7 +208,8 @@ class _Service:
         call = await self._parsed(request, parse)
         principal = getattr(request.state, "principal", LOCAL)
         try:
-            account = self._accounting.open(call, principal, request.url.path)
+            traceparent = request.headers.get("traceparent", "")
+            account = self._accounting.open(call, principal, request.url.path, traceparent)
         except ApiError as error:
             error.headers += self._accounting.quotas.headers(principal.tenant)
             raise

@@ -45,6 +45,11 @@ class SystemClock:
         return int(time.time())
 
 
+def unix_offset_ns() -> int:
+    """What to add to the monotonic clock for nanoseconds since 1970."""
+    return time.time_ns() - time.monotonic_ns()
+
+
 Post = Callable[[NodeId, Message], None]
 
 

@@ -28,9 +28,10 @@ from serving.frontend.http_limits import limited_protocol
 from serving.frontend.images import ImageReader
 from serving.frontend.quota import Quotas
 from serving.frontend.text import TextCodec
+from serving.frontend.tracing import Tracer
 from serving.frontend.usage import UsageLog
 from serving.observe import ServiceMetrics
-from serving.transport.driver import Driver, SystemClock
+from serving.transport.driver import Driver, SystemClock, unix_offset_ns
 from sharding.config_file import override
 from tests.serving.scripted import ScriptedExecutor
 
@@ -120,10 +121,14 @@ class RunningService:
                 keys = None
                 if self._database is not None:
                     usage = stack.enter_context(UsageLog(self._database))
+                    tracer = None
+                    if self.config.tracing.endpoint:
+                        tracer = Tracer(self.config.tracing, unix_offset_ns())
+                        stack.enter_context(tracer)
                     quotas = Quotas(self.config.quotas, clock)
                     queue = FairQueue.for_engine(self.config.engine)
                     self.accounting = Accounting(
-                        quotas, queue, usage, model.name, clock, self.gateway.metrics
+                        quotas, queue, usage, model.name, clock, self.gateway.metrics, tracer
                     )
                     keys = Authenticator(SqliteKeyStore(self._database))
                 server = self.config.server
