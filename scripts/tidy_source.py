@@ -141,7 +141,8 @@ class Project:
             tomllib.loads(described.read_text()).get("project", {}) if described.exists() else {}
         )
         extras = table.get("optional-dependencies", {})
-        needed = _import_names([*table.get("dependencies", []), *extras.get("plot", [])])
+        optional = [*extras.get("plot", []), *extras.get("tracing", [])]
+        needed = _import_names([*table.get("dependencies", []), *optional])
         dev = _import_names(extras.get("dev", []))
         return cls(top_level, texts, needed, needed | dev)
 
@@ -208,7 +209,13 @@ def _dotted(node: ast.AST) -> str | None:
 
 def _import_names(requirements: list[str]) -> frozenset[str]:
     """Names under which the distributions of a requirements list are imported."""
-    special = {"orbax_checkpoint": "orbax", "pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq"}
+    special = {
+        "opentelemetry_sdk": "opentelemetry",
+        "orbax_checkpoint": "orbax",
+        "pillow": "PIL",
+        "pyyaml": "yaml",
+        "pyzmq": "zmq",
+    }
     names: set[str] = set()
     for requirement in requirements:
         word = ""
