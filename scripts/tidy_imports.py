@@ -20,7 +20,7 @@ ARRAYS_ONLY = {"sharding", "pallas_kernels"}
 SERVING_ORDER = (
     ("__main__",),
     ("kv_commands", "mesh_planner"),
-    ("offline", "planner", "simulate", "kv_process"),
+    ("offline", "planner", "simulate", "kv_process", "metadata_process"),
     ("loading",),
     ("cluster",),
     ("frontend", "sim"),

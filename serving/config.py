@@ -240,6 +240,8 @@ class KVOptions:
     too.
     `directory`: of the disk tier, which one cache process uses alone.
     `address`: of a cache process that runs already; empty starts one for this server.
+    `metadata`: address of the metadata node of a store that several hosts use; empty for a store
+    of one cache process.
     `memory_directory`: a memory file system for the shared memory.
     `host_bytes`, `disk_bytes`: how large shared memory and the disk tier may become.
     `tenant_bytes`: of one tenant, in each of them; 0 is no limit.
@@ -249,12 +251,14 @@ class KVOptions:
     `sightings_min`: how often the end of a prompt must have been computed to be stored; 2 stores
     only what was seen again.
     `segment_bytes`, `flush_s`: what was computed is written when so much waits, or for so long.
+    `lease_s`: what a worker or a host holds or writes is taken back after so long.
     `model_revision`: names the weights; empty computes a digest, which reads all of them.
     """
 
     storage: Literal["off", "memory", "disk"] = "off"
     directory: str = ""
     address: str = ""
+    metadata: str = ""
     memory_directory: str = "/dev/shm"
     host_bytes: int = 256 * 2**20
     disk_bytes: int = 16 * 2**30
@@ -265,6 +269,7 @@ class KVOptions:
     sightings_min: int = 1
     segment_bytes: int = 16 * 2**20
     flush_s: float = 1.0
+    lease_s: float = 60.0
     model_revision: str = ""
 
     def __post_init__(self) -> None:
@@ -275,7 +280,7 @@ class KVOptions:
         check(self.sightings_min >= 1, "sightings_min", self.sightings_min, "at least 1")
         # A client waits no longer than this for its admission, grammar included.
         check(0 < self.wait_s <= 5, "wait_s", self.wait_s, "more than 0, to 5")
-        for name in ("retry_s", "flush_s"):
+        for name in ("retry_s", "flush_s", "lease_s"):
             seconds = getattr(self, name)
             check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
         if self.storage == "disk" and not self.address:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from serving.kv.store import PayloadForm
     from serving.kv_process import CacheProcess
 
-ROLES = ("cache",)
+ROLES = ("cache", "metadata")
 QUESTIONS = ("stats", "flush", "purge", "verify", "stop")
 
 AddConfig = Callable[[argparse.ArgumentParser], None]
@@ -37,6 +37,7 @@ def add_commands(
         metavar="ADDRESS",
         help="ipc://PATH or tcp://HOST:PORT (default: by kv.directory)",
     )
+    node.add_argument("--name", default="0", help="of a metadata node (default: 0)")
     node.add_argument("--parent", type=int, metavar="PID", help="end when this process does")
     cache = commands.add_parser("cache", description="Asks a cache process about what it keeps.")
     cache.add_argument(
@@ -59,8 +60,18 @@ def run_node(options: argparse.Namespace, kv: KVOptions) -> int:
     Raises:
         ConfigError: the configuration has no tiers, or they cannot be used.
     """
-    from serving.kv_process import default_address, run_cache
+    from serving.kv_process import default_address, print_ready, run_cache
 
+    if options.role == "metadata":
+        from serving.metadata_process import run_metadata
+
+        address = options.listen or kv.metadata
+        if not address or not kv.directory:
+            raise ConfigError(
+                "a metadata node needs --listen or kv.metadata, and a folder in kv.directory"
+            )
+        run_metadata(kv, options.name, address, lambda at: print_ready(at, "metadata ready"))
+        return 0
     if not kv.is_on:
         raise ConfigError("kv.storage is 'off'; expected another value for a cache process")
     run_cache(kv, options.listen or kv.address or default_address(kv), options.parent)

@@ -7,6 +7,7 @@ runs already (`kv.address`), which several servers of a machine may share and wh
 import contextlib
 import fcntl
 import os
+import random
 import secrets
 import subprocess
 import sys
@@ -19,8 +20,10 @@ import zmq
 
 from serving.config import KVOptions
 from serving.kv import wire
+from serving.kv.directory_link import DirectoryLink
 from serving.kv.fetcher import Fetcher, FetcherOptions
 from serving.kv.host_tier import SharedArena, remove_abandoned
+from serving.kv.shared_tier import SharedTier
 from serving.kv.store import BlockStore, StoreError
 from serving.kv.write_behind import WriteBehindOptions
 from serving.transport.driver import SystemClock
@@ -33,13 +36,16 @@ _SOCKET_PATH_MAX = 100
 
 _LOCK_WAIT_S = 10.0
 _RESTART_S = 1.0
+_METADATA_S = 5.0
+"""For an answer of the metadata node; requests wait for no longer than `kv.wait_s`."""
+
 READY = "cache ready"
 
 
 def default_address(options: KVOptions) -> str:
     """Where the cache process of a directory listens, or of this server alone without one."""
     path = Path(options.directory or ".").expanduser().resolve() / _SOCKET_NAME
-    if options.storage == "disk" and len(str(path)) <= _SOCKET_PATH_MAX:
+    if options.storage == "disk" and not options.metadata and len(str(path)) <= _SOCKET_PATH_MAX:
         return f"ipc://{path}"
     folder = Path(tempfile.mkdtemp(prefix=_ARENA_PREFIX))
     return f"ipc://{folder / _SOCKET_NAME}"
@@ -60,7 +66,10 @@ def run_cache(options: KVOptions, address: str, parent: int | None = None) -> No
                 arena,
                 store,
                 SystemClock(),
-                FetcherOptions(behind=WriteBehindOptions(options.segment_bytes, options.flush_s)),
+                FetcherOptions(
+                    lease_s=options.lease_s,
+                    behind=WriteBehindOptions(options.segment_bytes, options.flush_s),
+                ),
                 options.tenant_bytes,
                 options.ttl_s,
             )
@@ -73,9 +82,9 @@ def run_cache(options: KVOptions, address: str, parent: int | None = None) -> No
         fetcher.run()
 
 
-def print_ready(address: str) -> None:
+def print_ready(address: str, line: str = READY) -> None:
     """Tell whoever started this process that it answers."""
-    sys.stdout.write(f"{READY} {address}\n")
+    sys.stdout.write(f"{line} {address}\n")
     sys.stdout.flush()
 
 
@@ -83,6 +92,8 @@ def _open_store(options: KVOptions, stack: contextlib.ExitStack) -> BlockStore |
     if options.storage == "memory":
         return None
     directory = Path(options.directory).expanduser()
+    if options.metadata:
+        return _open_shared_store(options, directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         stack.enter_context(_locked(directory))
@@ -100,6 +111,22 @@ def _open_store(options: KVOptions, stack: contextlib.ExitStack) -> BlockStore |
         raise ConfigError(f"kv.directory: {error}") from None
     except OSError as error:
         raise ConfigError(f"kv.directory: {directory}: {error.strerror or error}") from None
+
+
+def _open_shared_store(options: KVOptions, directory: Path) -> BlockStore:
+    from serving.kv.orbax_tier import SharedOrbaxSegments
+
+    try:
+        segments = SharedOrbaxSegments(directory / "segments", random.SystemRandom())
+    except OSError as error:
+        raise ConfigError(f"kv.directory: {directory}: {error.strerror or error}") from None
+    try:
+        link = DirectoryLink(options.metadata, SystemClock(), _METADATA_S)
+        return SharedTier(segments, link)
+    except StoreError as error:
+        raise ConfigError(f"kv.metadata: {error}") from None
+    except zmq.ZMQError as error:
+        raise ConfigError(f"kv.metadata: {options.metadata}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

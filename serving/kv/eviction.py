@@ -66,6 +66,11 @@ class EvictionQueue:
         return self._order.num_bytes
 
     @property
+    def has_ttl(self) -> bool:
+        """Whether payloads grow too old at all."""
+        return bool(self._ttl_s)
+
+    @property
     def tenant_bytes(self) -> dict[bytes, int]:
         """Bytes of each tenant that has any."""
         return dict(self._tenant_bytes)

@@ -13,6 +13,7 @@ the bytes, and single payloads are read from it with one call each.
 
 import itertools
 import os
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from serving.kv.segment_tier import Range, SegmentTier
 from serving.kv.store import Buffer, StoreError
 
 _FILE = "payloads.bin"
+_UNFINISHED_S = 3600.0
+"""What another process has not finished for so long is left over from a crash."""
 
 
 @dataclass
@@ -102,6 +105,43 @@ class OrbaxSegments:
     def close(self) -> None:
         """Let go of what Orbax holds."""
         self._checkpointer.close()
+
+
+class SharedOrbaxSegments(OrbaxSegments):
+    """A `SegmentStorage` in a directory that several processes use, on as many hosts.
+
+    Names are random numbers, so that no two of them are equal. What others have not finished stays.
+    """
+
+    def __init__(self, directory: Path, random_source: random.Random) -> None:
+        super().__init__(directory)
+        self._random = random_source
+
+    def load(self) -> Mapping[str, int]:
+        """The segments that are there, whole, with their sizes; old unfinished ones are removed."""
+        sizes: dict[str, int] = {}
+        unfinished: dict[Path, float] = {}
+        newest = 0.0
+        for path in self._directory.iterdir():
+            try:
+                changed = path.stat().st_mtime
+                if path.name.isdigit():
+                    sizes[path.name] = (path / _FILE).stat().st_size
+                else:
+                    unfinished[path] = changed
+            except FileNotFoundError:
+                # Removed meanwhile by another process.
+                continue
+            newest = max(newest, changed)
+        for path, changed in unfinished.items():
+            # By the clock of the file system, which is everybody's.
+            if newest - changed > _UNFINISHED_S:
+                shutil.rmtree(path, ignore_errors=True)
+        return sizes
+
+    def choose_name(self) -> str:
+        """A number of 39 digits."""
+        return f"{self._random.getrandbits(128):039d}"
 
 
 class OrbaxTier(SegmentTier):

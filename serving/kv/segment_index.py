@@ -8,7 +8,7 @@ segments that are named in `take_removed`.
 """
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +28,12 @@ class Row(NamedTuple):
     tenant: bytes
     written_s: int
 
+    @classmethod
+    def of(cls, payload: Buffer) -> "Row":
+        """What a payload says of itself."""
+        header = read_header(payload)
+        return cls(*header.name, len(payload), header.tenant, header.written_s)
+
     @property
     def name(self) -> Name:
         """What the payload is stored under."""
@@ -38,7 +44,7 @@ class Row(NamedTuple):
 class Location:
     """Payload `number` of a segment begins at byte `offset` of what was written."""
 
-    segment: Hashable
+    segment: str
     number: int
     offset: int
     size: int
@@ -64,10 +70,11 @@ class SegmentIndex:
         self._queue = EvictionQueue(bytes_max, tenant_bytes_max, ttl_s)
         self._payload_bytes_max = min(bytes_max, tenant_bytes_max or bytes_max)
         self._locations: dict[Name, Location] = {}
-        self._segments: dict[Hashable, _Segment] = {}
+        self._segments: dict[str, _Segment] = {}
         # Those that are not whole any more: only they can be worth removing.
-        self._worn: set[Hashable] = set()
-        self._removed: list[Hashable] = []
+        self._worn: set[str] = set()
+        self._removed: list[str] = []
+        self._held: set[Name] = set()
         self.num_bytes = 0
         self.num_evicted = 0
 
@@ -77,8 +84,11 @@ class SegmentIndex:
     def __iter__(self) -> Iterator[Name]:
         return iter(list(self._locations))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._locations
+
     @property
-    def segments(self) -> set[Hashable]:
+    def segments(self) -> set[str]:
         """The segments that are known."""
         return set(self._segments)
 
@@ -94,9 +104,41 @@ class SegmentIndex:
             return None
         return location
 
+    def num_leading(self, kind: int, keys: Sequence[bytes], now_s: int) -> int:
+        """How many payloads of a kind are there, from the first of `keys` on."""
+        # Plain tuples are equal to names, and are made faster; a prompt has thousands of blocks.
+        names = zip(itertools.repeat(int(kind)), keys)
+        flags = map(self._locations.__contains__, names)
+        count = sum(1 for _ in itertools.takewhile(bool, flags))
+        if not self._queue.has_ttl:
+            return count
+        fresh = (not self._queue.is_expired(Name(kind, key), now_s) for key in keys[:count])
+        return sum(1 for _ in itertools.takewhile(bool, fresh))
+
     def touch(self, name: Name) -> None:
         """A payload that is there is used."""
         self._queue.touch(name)
+
+    def pin(self, name: Name) -> None:
+        """A payload that is there must stay until it is unpinned as often."""
+        self._queue.pin(name)
+
+    def unpin(self, name: Name, location: Location) -> None:
+        """Take back one pin of the payload that was there, if it has not gone since."""
+        if self._locations.get(name) is location:
+            self._queue.unpin(name)
+
+    def hold(self, name: Name) -> None:
+        """A payload that is there must stay until it is let go of."""
+        if name not in self._held:
+            self._held.add(name)
+            self._queue.pin(name)
+
+    def let_go(self, name: Name) -> None:
+        """Hold a payload no longer."""
+        if name in self._held:
+            self._held.discard(name)
+            self._queue.unpin(name)
 
     def chain(self, names: Sequence[Name]) -> None:
         """Payloads of one prefix, in order: the later ones are to go first."""
@@ -106,7 +148,7 @@ class SegmentIndex:
         """The payloads of a tenant; all of them for None."""
         return self._queue.of_tenant(tenant)
 
-    def in_segment(self, segment: Hashable) -> set[Name]:
+    def in_segment(self, segment: str) -> set[Name]:
         """The payloads that are left of a segment."""
         known = self._segments.get(segment)
         return set() if known is None else set(known.names)
@@ -121,21 +163,35 @@ class SegmentIndex:
         seen: set[Name] = set()
         taken: dict[bytes, int] = {}
         for data in payloads:
-            header = read_header(data)
-            name, tenant = header.name, header.tenant
+            row = Row.of(data)
+            name, tenant = row.name, row.tenant
             if name in self._locations or name in seen:
                 continue
             size = taken.get(tenant, 0) + len(data)
-            if not self._fits_tenant(size, tenant):
+            if not self.fits_tenant(size, tenant):
                 continue
             taken[tenant] = size
             seen.add(name)
-            rows.append(Row(*name, len(data), tenant, header.written_s))
+            rows.append(row)
             parts.append(data)
         return rows, parts
 
+    def fits_tenant(self, size: int, tenant: bytes) -> bool:
+        """Make room for `size` bytes of a tenant; whether that is possible."""
+        if size > self._payload_bytes_max:
+            # Nothing has to go for what cannot fit in any case.
+            return False
+        while not self._queue.fits(size, tenant):
+            victim = self._queue.victim(size, tenant)
+            if victim is None:
+                return False
+            self._drop(victim)
+            self.num_evicted += 1
+        return True
+
     def make_room(self, size: int) -> None:
         """Let payloads go until a segment of `size` bytes fits, or nothing is left."""
+        self._sweep(0.0)
         while self._segments and self.num_bytes + size > self._queue.bytes_max:
             victim = self._queue.victim(0, b"")
             if victim is None:
@@ -145,7 +201,7 @@ class SegmentIndex:
             self.num_evicted += 1
             self._sweep(_LIVE_MIN)
 
-    def adopt(self, segment: Hashable, rows: Sequence[Row], size: int) -> None:
+    def adopt(self, segment: str, rows: Sequence[Row], size: int) -> None:
         """A segment of `size` bytes is stored, whose payloads lie in it one after another.
 
         A payload that is known from another segment stays there; a segment that is known is
@@ -176,7 +232,7 @@ class SegmentIndex:
                 self._drop(name)
         self._sweep(0.0)
 
-    def remove(self, segment: Hashable) -> None:
+    def remove(self, segment: str) -> None:
         """Drop a segment with all that is left of it."""
         for name in self.in_segment(segment):
             self._drop(name)
@@ -189,26 +245,14 @@ class SegmentIndex:
             self.num_evicted += 1
         self._sweep(0.0)
 
-    def take_removed(self) -> list[Hashable]:
+    def take_removed(self) -> list[str]:
         """The segments that have left the index since the last call."""
         removed, self._removed = self._removed, []
         return removed
 
-    def _fits_tenant(self, size: int, tenant: bytes) -> bool:
-        """Make room for `size` bytes of a tenant; whether that is possible."""
-        if size > self._payload_bytes_max:
-            # Nothing has to go for what cannot fit in any case.
-            return False
-        while not self._queue.fits(size, tenant):
-            victim = self._queue.victim(size, tenant)
-            if victim is None:
-                return False
-            self._drop(victim)
-            self.num_evicted += 1
-        return True
-
     def _drop(self, name: Name) -> None:
         location = self._locations.pop(name)
+        self._held.discard(name)
         self._queue.remove(name)
         segment = self._segments[location.segment]
         segment.names.discard(name)
@@ -219,14 +263,15 @@ class SegmentIndex:
         """Remove segments of which nothing, or less than a share, is left."""
         for number in list(self._worn):
             segment = self._segments[number]
-            if segment.names and segment.num_live_bytes >= live_min * segment.size:
+            is_worth = segment.num_live_bytes >= live_min * segment.size
+            if segment.names and (is_worth or any(map(self._queue.is_pinned, segment.names))):
                 continue
             for name in list(segment.names):
                 self._drop(name)
                 self.num_evicted += 1
             self._remove(number)
 
-    def _remove(self, segment: Hashable) -> None:
+    def _remove(self, segment: str) -> None:
         known = self._segments.pop(segment, None)
         self._worn.discard(segment)
         if known is not None:

@@ -116,7 +116,7 @@ class SegmentTier:
         except OSError as error:
             raise StoreError(f"cannot be listed: {error.strerror or error}") from error
         for segment in sorted(sizes.keys() - known):
-            rows = self._read_rows(segment, sizes[segment])
+            rows = read_rows(self._storage, segment, sizes[segment])
             with self._lock:
                 if rows is None:
                     self._num_corrupt += 1
@@ -148,16 +148,12 @@ class SegmentTier:
         found: dict[Name, Buffer] = {}
         for segment, places in wanted.items():
             for name, data in self._read_segment(segment, places):
-                try:
-                    header = check(data)
-                    if header.name != name:
-                        raise CorruptPayloadError(f"{header.name} lies where {name} should")
-                except CorruptPayloadError:
+                if data is None:
                     with self._lock:
                         self._num_corrupt += 1
                     self.forget([name])
-                    continue
-                found[name] = data
+                else:
+                    found[name] = data
         with self._lock:
             self._num_read += len(found)
             self._bytes_read += sum(map(len, found.values()))
@@ -177,15 +173,13 @@ class SegmentTier:
             self._remove_segments()
         if not rows:
             return
-        index = msgspec.msgpack.encode(rows)
-        trailer = _TRAILER.pack(len(index), xxhash.xxh3_128_digest(index), _TRAILER_MAGIC)
-        size = sum(map(len, parts)) + len(index) + len(trailer)
+        whole, size = segment_parts(rows, parts)
         with self._lock:
             self._index.make_room(size)
             self._remove_segments()
         segment = self._storage.choose_name()
         try:
-            self._storage.write(segment, (*parts, index, trailer))
+            self._storage.write(segment, whole)
         except OSError as error:
             with self._lock:
                 self._num_failed += 1
@@ -272,43 +266,68 @@ class SegmentTier:
 
     def _read_segment(
         self, segment: str, places: list[tuple[Location, Name]]
-    ) -> Iterable[tuple[Name, Buffer]]:
-        places.sort(key=lambda place: place[0].offset)
-        runs = list(_runs(places))
-        ranges = [(run[0][0].offset, run[-1][0].offset + run[-1][0].size) for run in runs]
+    ) -> list[tuple[Name, Buffer | None]]:
         try:
-            pieces = self._storage.read(segment, ranges)
+            return list(read_payloads(self._storage, segment, places))
         except FileNotFoundError:
             # Evicted meanwhile, by whoever else uses this storage.
             self.forget([name for _, name in places])
-            return
         except OSError:
             with self._lock:
                 self._num_failed += 1
-            return
-        for run, (begin, _), data in zip(runs, ranges, pieces, strict=True):
-            view = memoryview(data)
-            for location, name in run:
-                yield name, view[location.offset - begin :][: location.size]
+        return []
 
-    def _read_rows(self, segment: str, size: int) -> list[Row] | None:
-        """The index of a segment; None if it is damaged."""
-        begin = max(0, size - _TAIL_BYTES)
-        try:
-            (tail,) = self._storage.read(segment, [(begin, size)])
-            index_size, checksum, magic = _TRAILER.unpack(tail[-_TRAILER.size :])
-            end = size - _TRAILER.size
-            if magic != _TRAILER_MAGIC or index_size > end:
-                return None
-            if end - index_size < begin:
-                (index,) = self._storage.read(segment, [(end - index_size, end)])
-            else:
-                index = tail[end - index_size - begin : end - begin]
-            if xxhash.xxh3_128_digest(index) != checksum:
-                return None
-            return msgspec.msgpack.decode(index, type=list[Row])
-        except (OSError, struct.error, msgspec.MsgspecError):
+
+def segment_parts(rows: Sequence[Row], payloads: Sequence[Buffer]) -> tuple[list[Buffer], int]:
+    """A segment of `payloads`, which `rows` describe, in pieces, and its size."""
+    index = msgspec.msgpack.encode(rows)
+    trailer = _TRAILER.pack(len(index), xxhash.xxh3_128_digest(index), _TRAILER_MAGIC)
+    parts = [*payloads, index, trailer]
+    return parts, sum(map(len, parts))
+
+
+def read_payloads(
+    storage: SegmentStorage, segment: str, places: list[tuple[Location, Name]]
+) -> Iterable[tuple[Name, Buffer | None]]:
+    """The payloads at places of a segment, checked; None for what is damaged.
+
+    Raises:
+        FileNotFoundError: the segment is not there any more.
+        OSError: it cannot be read now.
+    """
+    places.sort(key=lambda place: place[0].offset)
+    runs = list(_runs(places))
+    ranges = [(run[0][0].offset, run[-1][0].offset + run[-1][0].size) for run in runs]
+    pieces = storage.read(segment, ranges)
+    for run, (begin, _), data in zip(runs, ranges, pieces, strict=True):
+        view = memoryview(data)
+        for location, name in run:
+            payload = view[location.offset - begin :][: location.size]
+            try:
+                is_whole = check(payload).name == name
+            except CorruptPayloadError:
+                is_whole = False
+            yield name, payload if is_whole else None
+
+
+def read_rows(storage: SegmentStorage, segment: str, size: int) -> list[Row] | None:
+    """The index of a segment; None if it is damaged."""
+    begin = max(0, size - _TAIL_BYTES)
+    try:
+        (tail,) = storage.read(segment, [(begin, size)])
+        index_size, checksum, magic = _TRAILER.unpack(tail[-_TRAILER.size :])
+        end = size - _TRAILER.size
+        if magic != _TRAILER_MAGIC or index_size > end:
             return None
+        if end - index_size < begin:
+            (index,) = storage.read(segment, [(end - index_size, end)])
+        else:
+            index = tail[end - index_size - begin : end - begin]
+        if xxhash.xxh3_128_digest(index) != checksum:
+            return None
+        return msgspec.msgpack.decode(index, type=list[Row])
+    except (OSError, struct.error, msgspec.MsgspecError):
+        return None
 
 
 def _runs(places: list[tuple[Location, Name]]) -> Iterable[list[tuple[Location, Name]]]:
