@@ -117,7 +117,9 @@ def _open_shared_store(options: KVOptions, directory: Path) -> BlockStore:
     from serving.kv.orbax_tier import SharedOrbaxSegments
 
     try:
-        segments = SharedOrbaxSegments(directory / "segments", random.SystemRandom())
+        segments = SharedOrbaxSegments(
+            directory / "segments", random.Random(secrets.token_bytes(32))
+        )
     except OSError as error:
         raise ConfigError(f"kv.directory: {directory}: {error.strerror or error}") from None
     try:
