@@ -291,8 +291,9 @@ async def _serve_model(
     from serving.frontend.fair_queue import FairQueue
     from serving.frontend.gateway import Gateway
     from serving.frontend.images import ImageReader
-    from serving.frontend.quota import Quotas
+    from serving.frontend.quota import KVCosts, Quotas
     from serving.observe import ServiceMetrics
+    from serving.planner import ModelPlan
     from serving.transport.driver import Driver, SystemClock
 
     clock = SystemClock()
@@ -316,11 +317,19 @@ async def _serve_model(
         eos_token_id=model.facts.eos_token_id,
         images=ImageReader(model.facts.images, config.images),
     )
-    quotas = Quotas(config.quotas, clock)
+    plan = ModelPlan.of(config.model.directory, config.model.cache_format)
+    quotas = Quotas(config.quotas, clock, KVCosts(*plan.kv_costs()))
     queue = FairQueue.for_engine(config.engine)
     with _tracer(config) as tracer:
         accounting = Accounting(
-            quotas, queue, tenancy.usage, served.name, clock, gateway.metrics, tracer
+            quotas,
+            queue,
+            tenancy.usage,
+            served.name,
+            clock,
+            gateway.metrics,
+            tracer,
+            config.prices,
         )
         app = make_app(gateway, served, config.server, clock, tenancy.authenticator, accounting)
         async with Driver(cluster.nodes, cluster.executors, cluster.caches) as driver:

@@ -20,6 +20,9 @@ DEFAULT_MODEL_DIR = Path(__file__).parents[1] / "deepinfer_jax" / "checkpoints" 
 COUNT_MAX = 2**31 - 1
 """Blocks, slots and tokens are numbered with 32 bits."""
 
+BYTES_MAX = 2**60
+"""More than any pool of memory has."""
+
 SECONDS_MAX = 1e6
 """Longer waits are a slip of the pen: eleven days."""
 
@@ -215,6 +218,7 @@ class QuotaOptions:
     `concurrent_max`: calls at one time.
     `context_max`: prompt plus generated tokens of one call.
     `held_tokens_max`: tokens of prompts and answers at one time, which KV memory grows with.
+    `held_bytes_max`: bytes of KV memory that those may come to, states of sequences included.
     """
 
     requests_per_minute: int = 0
@@ -225,11 +229,33 @@ class QuotaOptions:
     concurrent_max: int = 0
     context_max: int = 0
     held_tokens_max: int = 0
+    held_bytes_max: int = 0
 
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            check(0 <= value <= COUNT_MAX, option.name, value, f"0 to {COUNT_MAX}; 0: no limit")
+            largest = BYTES_MAX if option.name == "held_bytes_max" else COUNT_MAX
+            check(0 <= value <= largest, option.name, value, f"0 to {largest}; 0: no limit")
+
+
+@dataclass(frozen=True, slots=True)
+class PriceOptions:
+    """What usage records count as cost, in units of one currency; 0 is free.
+
+    `input`, `cached`, `output`: of a million prompt tokens that were computed, of as many that were
+    reused, and of as many generated ones.
+    `image`: of one image, beyond its tokens.
+    """
+
+    input: float = 0.0
+    cached: float = 0.0
+    output: float = 0.0
+    image: float = 0.0
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            check(0 <= value <= COUNT_MAX, option.name, value, f"0 to {COUNT_MAX}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +333,7 @@ class ServingConfig:
     quotas: Mapping[str, QuotaOptions] = field(default_factory=lambda: {"default": QuotaOptions()})
     kv: KVOptions = field(default_factory=KVOptions)
     tracing: TracingOptions = field(default_factory=TracingOptions)
+    prices: PriceOptions = field(default_factory=PriceOptions)
     sharding: str = "single"
 
 

@@ -49,6 +49,10 @@ class ModelPlan:
                 raise ConfigError(" ".join(str(error).split())) from error
         return cls(name, ModelSize.of(config, CacheFormat(cache_format)))
 
+    def kv_costs(self) -> tuple[float, int]:
+        """Bytes of KV memory for each token of context, and for a sequence besides."""
+        return self.size.kv_bytes_per_token, sum(self.size.state)
+
     @property
     def contexts(self) -> tuple[int, ...]:
         """Contexts to give costs for, at least one."""

@@ -10,6 +10,7 @@ import sqlite3
 from dataclasses import asdict, replace
 
 from serving.clock import NS_PER_S, Clock, s_of_ns
+from serving.config import PriceOptions
 from serving.core.request import FinishReason, Request
 from serving.frontend.auth import Principal
 from serving.frontend.errors import ApiError, bad_request, unavailable
@@ -39,8 +40,10 @@ class Accounting:
         clock: Clock,
         metrics: ServiceMetrics,
         tracer: Tracer | None = None,
+        prices: PriceOptions | None = None,
     ) -> None:
         self.quotas = quotas
+        self.prices = prices or PriceOptions()
         self.tracer = tracer
         self.queue = queue
         self.usage = usage
@@ -86,7 +89,9 @@ class Account:
         firsts = [request for request in requests if not request.sample_index]
         self._num_input = sum(len(request.prompt_token_ids) for request in firsts)
         self._num_output = sum(request.sampling.max_tokens for request in requests)
-        self._reservation = accounting.quotas.reserve(tenant, self._num_input, self._num_output)
+        self._reservation = accounting.quotas.reserve(
+            tenant, self._num_input, self._num_output, len(requests)
+        )
         self._is_accepted = self._is_recorded = False
         self._begun: asyncio.Future[None] | None = None
         self._reasons: dict[int, str] = {}
@@ -112,7 +117,8 @@ class Account:
         """Waits for the call's turn. Raises ApiError 429 if too many wait."""
         cost = self._num_input + self._num_output
         start_ns = self._accounting.clock.now_ns()
-        await self._accounting.queue.enter(self.tenant, len(self.requests), cost)
+        priority = self.requests[0].priority
+        await self._accounting.queue.enter(self.tenant, len(self.requests), cost, priority)
         self._entered_ns = self._accounting.clock.now_ns()
         self._accounting.metrics.queue_s.observe(s_of_ns(self._entered_ns - start_ns))
 
@@ -230,15 +236,27 @@ class Account:
         self._accounting.tracer.add_call(name, self._traceparent, times, attributes)
 
     def _record_now(self, reason: str) -> UsageRecord:
+        num_cached, num_generated = sum(self._cached.values()), self._call.num_generated_tokens()
         return replace(
             self._record,
-            num_cached_tokens=sum(self._cached.values()),
-            num_generated_tokens=self._call.num_generated_tokens(),
+            num_cached_tokens=num_cached,
+            num_generated_tokens=num_generated,
+            cost=self._cost(num_cached, num_generated),
             num_reasoning_tokens=self._call.num_reasoning_tokens(),
             first_token_s=self._s_until(self._first_token_ns),
             duration_s=self._s_until(self._accounting.clock.now_ns()),
             finish_reason=reason,
         )
+
+    def _cost(self, num_cached: int, num_generated: int) -> float:
+        prices = self._accounting.prices
+        of_tokens = (
+            (self._num_input - num_cached) * prices.input
+            + num_cached * prices.cached
+            + num_generated * prices.output
+        )
+        # Whole billionths, so that sums over many records have no noise of their own.
+        return round(of_tokens / 1e6 + self._record.num_images * prices.image, 9)
 
     def _s_until(self, time_ns: int | None) -> float:
         """Seconds since the call came; 0 if that time has not come."""

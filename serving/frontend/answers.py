@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from serving.frontend.accounting import Account
 from serving.frontend.errors import ApiError, internal_error
 from serving.frontend.gateway import Gateway, TokenStream
+from serving.frontend.http_limits import SECURITY_HEADERS
 from serving.frontend.protocols import Call
 
 _log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Answer(Response):
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         own = [(b"x-request-id", self._call.call_id.encode()), *self._account.headers()]
+        own += SECURITY_HEADERS
         await send({"type": "http.response.start", "status": 200, "headers": headers + own})
 
     async def _events(

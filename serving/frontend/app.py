@@ -29,7 +29,7 @@ from serving.frontend.conversion import ServedModel
 from serving.frontend.errors import ApiError, internal_error, unavailable
 from serving.frontend.fair_queue import FairQueue
 from serving.frontend.gateway import Gateway
-from serving.frontend.http_limits import HeadLimit
+from serving.frontend.http_limits import SECURITY_HEADERS, HeadLimit
 from serving.frontend.message_calls import MessagesCall, count_tokens
 from serving.frontend.protocols import Call, ChatCall
 from serving.frontend.quota import Quotas
@@ -180,13 +180,13 @@ class _Service:
 
     async def openapi(self, request: HttpRequest) -> Response:
         """What may be asked of this server, for programs."""
-        return Response(self._document, media_type="application/json")
+        return _plain(self._document, "application/json")
 
     async def metrics(self, request: HttpRequest) -> Response:
         num_queued = self._accounting.queue.num_waiting
         status = await self._gateway.status()
         page = exposition.render(self._gateway.metrics, status, self._model.name, num_queued)
-        return Response(page, media_type=exposition.CONTENT_TYPE)
+        return _plain(page, exposition.CONTENT_TYPE)
 
     async def status(self, request: HttpRequest) -> Response:
         """What the engine holds, and what was compiled for it at the start."""
@@ -240,8 +240,15 @@ class _Service:
 
 
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(value)
-    return Response(body, status, headers, media_type="application/json")
+    return _plain(msgspec.json.encode(value), "application/json", status, headers)
+
+
+def _plain(
+    body: bytes, media_type: str, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    response = Response(body, status, headers, media_type)
+    response.raw_headers += SECURITY_HEADERS
+    return response
 
 
 def _answer_api_error(request: HttpRequest, error: Exception) -> Response:

@@ -16,6 +16,9 @@ import msgspec
 
 from serving.core.request import RequestError
 
+JSON_DEPTH_MAX = 100
+"""Levels of objects and lists in a body."""
+
 
 class ApiError(Exception):
     """An answer other than success. `param` is the request field at fault, where known.
@@ -98,7 +101,22 @@ def decode_body(raw: bytes) -> dict[str, Any]:
         raise bad_request(f"The body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise bad_request("The body is JSON but not an object; expected {...} with the request")
+    if raw.count(b"{") + raw.count(b"[") > JSON_DEPTH_MAX:
+        _check_depth(body)
     return body
+
+
+def _check_depth(body: object) -> None:
+    """Raises ApiError 400 for what is nested deeper than what comes after may have to walk."""
+    level: list[Any] = [body]
+    for _ in range(JSON_DEPTH_MAX):
+        inner: list[Any] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise bad_request(f"The body is nested deeper than {JSON_DEPTH_MAX} levels")
 
 
 @contextmanager

@@ -6,27 +6,51 @@ that wait, the one with the least goes next (start-time fair queueing: Goyal, Vi
 A tenant that comes back after a pause starts at the present virtual time, so it has saved nothing
 up, and no tenant waits for more than one grant of each other one. When the queue is full, the
 newest waiter of the tenant with most waiters makes room for tenants that have fewer.
+
+Among the calls of one tenant a smaller priority goes first, and equals in the order of their
+arrival. Whoever has been passed by 32 others goes before all of them, so that none starves. *Why*
+not across tenants: each would call its own calls the most urgent.
 """
 
 import asyncio
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
 from serving.config import EngineOptions
 from serving.frontend.errors import ApiError
 
+PASSED_MAX = 32
+"""How often a call may be passed by more urgent ones of its tenant."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Waiter:
     size: int
     cost: float
+    priority: int
     turn: asyncio.Future[None]
+    num_passed: int = 0
 
 
 @dataclass(slots=True)
 class _Tenant:
     virtual_time: float = 0.0
     waiters: deque[_Waiter] = field(default_factory=deque[_Waiter])
+
+    def first(self) -> _Waiter:
+        """Whose turn it is among those that wait, of whom there is one at least."""
+        oldest = self.waiters[0]
+        if oldest.num_passed >= PASSED_MAX:
+            return oldest
+        return min(self.waiters, key=lambda waiter: waiter.priority)
+
+    def pass_on(self, waiter: _Waiter) -> None:
+        """Takes a waiter out of the row."""
+        index = self.waiters.index(waiter)
+        del self.waiters[index]
+        for passed in itertools.islice(self.waiters, index):
+            passed.num_passed += 1
 
 
 class FairQueue:
@@ -52,7 +76,7 @@ class FairQueue:
         num_ahead = min(num_rows, options.waiting_max)
         return cls(num_rows + num_ahead, options.waiting_max - num_ahead)
 
-    async def enter(self, tenant: str, size: int, cost: float) -> None:
+    async def enter(self, tenant: str, size: int, cost: float, priority: int = 0) -> None:
         """Waits for the turn of a call of `size` engine requests and `cost` tokens.
 
         Whoever has entered has to leave.
@@ -67,7 +91,7 @@ class FairQueue:
         while self.num_waiting + size > self._waiting_max:
             if not self._make_room(state):
                 raise _full(self._waiting_max)
-        waiter = _Waiter(size, cost, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(size, cost, priority, asyncio.get_running_loop().create_future())
         state.waiters.append(waiter)
         self.num_waiting += size
         try:
@@ -101,10 +125,10 @@ class FairQueue:
     def _advance(self) -> None:
         while waiting := [state for state in self._tenants.values() if state.waiters]:
             state = min(waiting, key=lambda other: max(other.virtual_time, self._virtual_time))
-            waiter = state.waiters[0]
+            waiter = state.first()
             if not self._has_room(waiter.size):
                 return
-            state.waiters.popleft()
+            state.pass_on(waiter)
             self.num_waiting -= waiter.size
             if not waiter.turn.done():
                 self._grant(state, waiter.size, waiter.cost)

@@ -12,6 +12,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.frontend.errors import ApiError
 
+SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+]
+"""What every answer says to browsers; the page says more."""
+
 
 class HeadLimit:
     """Refuses requests whose headers are too large, though they have arrived."""
@@ -32,6 +39,7 @@ class HeadLimit:
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
+            *SECURITY_HEADERS,
         ]
         await send({"type": "http.response.start", "status": 431, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -47,6 +47,7 @@ class _Tenant:
     buckets: dict[str, Bucket] = field(default_factory=dict[str, Bucket])
     num_running: int = 0
     num_held_tokens: int = 0
+    num_held_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -56,7 +57,16 @@ class Reservation:
     tenant: str
     num_input_tokens: int
     num_output_tokens: int
+    num_bytes: int = 0
     is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KVCosts:
+    """Bytes of KV memory that a token takes, and a sequence besides. Zeros where it is unknown."""
+
+    token_bytes: float = 0.0
+    sequence_bytes: int = 0
 
 
 class Quotas:
@@ -64,10 +74,14 @@ class Quotas:
 
     Args:
         options: by tenant; those under `default` are for every tenant that has none of its own.
+        costs: what the model keeps.
     """
 
-    def __init__(self, options: Mapping[str, QuotaOptions], clock: Clock) -> None:
+    def __init__(
+        self, options: Mapping[str, QuotaOptions], clock: Clock, costs: KVCosts | None = None
+    ) -> None:
         self._options = options
+        self._costs = costs or KVCosts()
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
 
@@ -82,26 +96,40 @@ class Quotas:
         """The longest prompt and answer together; None for what the engine takes."""
         return self._of(tenant).context_max or None
 
-    def reserve(self, tenant: str, num_input_tokens: int, num_output_tokens: int) -> Reservation:
+    def reserve(
+        self,
+        tenant: str,
+        num_input_tokens: int,
+        num_output_tokens: int,
+        num_sequences: int = 1,
+    ) -> Reservation:
         """Grants a call of so many prompt tokens and at most so many generated ones.
+
+        Its samples and prompts are `num_sequences` in all.
 
         Raises:
             ApiError: 429, the quota is used up for now; 400, it never allows for such a call.
         """
         state, now_ns = self._state(tenant), self._clock.now_ns()
         options, num_tokens = state.options, num_input_tokens + num_output_tokens
-        if options.held_tokens_max and num_tokens > options.held_tokens_max:
-            raise bad_request(
-                f"prompt and answer may have {num_tokens} tokens; the quota of {tenant} is "
-                f"{options.held_tokens_max} at one time",
-                "max_tokens",
-            )
+        costs = self._costs
+        num_bytes = round(num_tokens * costs.token_bytes) + num_sequences * costs.sequence_bytes
+        for what, limit, held, num in (
+            ("tokens", options.held_tokens_max, state.num_held_tokens, num_tokens),
+            ("bytes of KV memory", options.held_bytes_max, state.num_held_bytes, num_bytes),
+        ):
+            if limit and num > limit:
+                raise bad_request(
+                    f"prompt and answer may have {num} {what}; the quota of {tenant} is {limit} "
+                    "at one time",
+                    "max_tokens",
+                )
+            if limit and held + num > limit:
+                detail = f"{held} {what} of {tenant} are held and {num} more"
+                raise _too_many(f"{detail} exceed the quota of {limit}", 1.0)
         if options.concurrent_max and state.num_running >= options.concurrent_max:
             detail = f"{options.concurrent_max} calls of {tenant} are running; expected no more"
             raise _too_many(detail, 1.0)
-        if options.held_tokens_max and state.num_held_tokens + num_tokens > options.held_tokens_max:
-            detail = f"{state.num_held_tokens} tokens of {tenant} are held and {num_tokens} more"
-            raise _too_many(f"{detail} exceed the quota of {options.held_tokens_max}", 1.0)
         wanted = {
             "requests": 1,
             "tokens": num_tokens,
@@ -121,7 +149,8 @@ class Quotas:
             bucket.take(wanted.get(name, 0))
         state.num_running += 1
         state.num_held_tokens += num_tokens
-        return Reservation(tenant, num_input_tokens, num_output_tokens)
+        state.num_held_bytes += num_bytes
+        return Reservation(tenant, num_input_tokens, num_output_tokens, num_bytes)
 
     def settle(self, reservation: Reservation, num_cached: int, num_generated: int) -> None:
         """Corrects the counts when a call has ended; a second time has no effect."""
@@ -131,6 +160,7 @@ class Quotas:
         state = self._state(reservation.tenant)
         state.num_running -= 1
         state.num_held_tokens -= reservation.num_input_tokens + reservation.num_output_tokens
+        state.num_held_bytes -= reservation.num_bytes
         unused = reservation.num_output_tokens - num_generated
         corrections = {
             "tokens": -(num_cached + unused),

@@ -44,7 +44,7 @@ class UsageRecord:
 
     `num_generated_tokens` are those delivered, the one that ended an answer included;
     `num_cached_tokens` are those of the prompt that were not computed anew. `first_token_s` is 0
-    if there was none.
+    if there was none. `cost` is in the currency of the configured prices.
     """
 
     request_id: str
@@ -60,6 +60,7 @@ class UsageRecord:
     first_token_s: float = 0.0
     duration_s: float = 0.0
     finish_reason: str = OPEN
+    cost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,21 @@ class UsageSum:
     num_generated_tokens: int
     num_reasoning_tokens: int
     num_images: int
+    cost: float
 
 
 _COLUMNS = tuple(field.name for field in fields(UsageRecord))
-_SUMMED = tuple(field.name for field in fields(UsageSum) if field.name.startswith("num_"))[1:]
+_SUMMED = tuple(field.name for field in fields(UsageSum))[3:]
 _CREATE = (
     "CREATE TABLE IF NOT EXISTS usage (request_id TEXT PRIMARY KEY, tenant TEXT, model TEXT, "
     "route TEXT, started_s INTEGER, num_prompt_tokens INTEGER, num_images INTEGER, "
     "num_cached_tokens INTEGER, num_generated_tokens INTEGER, num_reasoning_tokens INTEGER, "
-    "first_token_s REAL, duration_s REAL, finish_reason TEXT, server TEXT)"
+    "first_token_s REAL, duration_s REAL, finish_reason TEXT, server TEXT, cost REAL DEFAULT 0)"
 )
-_INSERT = f"INSERT INTO usage VALUES ({', '.join('?' * (len(_COLUMNS) + 1))})"
+_INSERT = (
+    f"INSERT INTO usage ({', '.join(_COLUMNS)}, server) "
+    f"VALUES ({', '.join('?' * (len(_COLUMNS) + 1))})"
+)
 # The condition keeps a record that is complete as it is, whoever comes late.
 _UPDATE = (
     f"UPDATE usage SET {', '.join(f'{name} = ?' for name in _COLUMNS[1:])} "
@@ -201,6 +206,9 @@ def _opened(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         database.execute(_CREATE)
+        columns = {row[1] for row in database.execute("PRAGMA table_info(usage)")}
+        if "cost" not in columns:  # A file from before there were prices.
+            database.execute("ALTER TABLE usage ADD COLUMN cost REAL DEFAULT 0")
         database.commit()
     except sqlite3.Error:
         database.close()

@@ -26,7 +26,7 @@ from serving.frontend.fair_queue import FairQueue
 from serving.frontend.gateway import Gateway
 from serving.frontend.http_limits import limited_protocol
 from serving.frontend.images import ImageReader
-from serving.frontend.quota import Quotas
+from serving.frontend.quota import KVCosts, Quotas
 from serving.frontend.text import TextCodec
 from serving.frontend.tracing import Tracer
 from serving.frontend.usage import UsageLog
@@ -125,10 +125,17 @@ class RunningService:
                     if self.config.tracing.endpoint:
                         tracer = Tracer(self.config.tracing, unix_offset_ns())
                         stack.enter_context(tracer)
-                    quotas = Quotas(self.config.quotas, clock)
+                    quotas = Quotas(self.config.quotas, clock, KVCosts(100.0, 1000))
                     queue = FairQueue.for_engine(self.config.engine)
                     self.accounting = Accounting(
-                        quotas, queue, usage, model.name, clock, self.gateway.metrics, tracer
+                        quotas,
+                        queue,
+                        usage,
+                        model.name,
+                        clock,
+                        self.gateway.metrics,
+                        tracer,
+                        self.config.prices,
                     )
                     keys = Authenticator(SqliteKeyStore(self._database))
                 server = self.config.server

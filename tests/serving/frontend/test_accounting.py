@@ -6,6 +6,7 @@ matter to it.
 """
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import openai
 import pytest
 
 from serving.frontend.auth import Scope, SqliteKeyStore
+from serving.frontend.logs import JsonFormatter
 from serving.frontend.usage import UsageRecord, read_records
 from tests.serving.frontend.alphabet import HELLO, completion, events_of, letter_at, wait_for
 from tests.serving.running_service import RunningService
@@ -51,6 +53,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     keys["root"] = store.add("root", [Scope.ADMIN], 0)[1]
     options = {"quotas.small.concurrent_max": 1, "quotas.small.requests_per_minute": 2}
     options |= {"quotas.small.context_max": 40}
+    options |= {"prices.input": 2.0, "prices.cached": 0.5, "prices.output": 10.0}
     executor = ScriptedExecutor(letter_at, step_s=0.001)
     with RunningService(executor, options, database) as service:
         yield Shop(service, database, keys)
@@ -160,6 +163,51 @@ def test_quotas_reach_the_client(shop: Shop) -> None:
     assert 1 <= int(headers["retry-after"]) <= 30
     assert headers["x-ratelimit-limit-requests"] == "2"
     assert shop.post("other").status_code == 200
+
+
+def test_cost_is_by_what_was_computed_reused_and_generated(shop: Shop) -> None:
+    prompt = list(range(50, 50 + 200))
+    costs: list[float] = []
+    for _ in range(2):
+        answer = shop.post("acme", prompt=prompt, max_tokens=4)
+        costs.append(shop.record_of(answer.headers["x-request-id"]).cost)
+    assert costs[0] == pytest.approx((200 * 2 + 4 * 10) / 1e6)
+    assert costs[1] == pytest.approx((72 * 2 + 128 * 0.5 + 4 * 10) / 1e6)
+
+
+def test_no_log_holds_keys_or_texts(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    text, wrong = "a secret of mine", "dk-of-somebody-else"
+    assert shop.post("acme", prompt=text, max_tokens=3).status_code == 200
+    assert shop.post("acme", prompt=text, max_tokens=0).status_code == 400
+    url = f"{shop.service.url}/v1/completions"
+    for headers in ({"x-api-key": wrong}, {"authorization": f"Bearer {wrong}"}):
+        assert httpx.post(url, json=completion(prompt=text), headers=headers).status_code == 401
+    headers = {"authorization": f"Bearer {shop.keys['acme']}"}
+    broken = b'{"prompt": "a secret of mine"'
+    assert httpx.post(url, content=broken, headers=headers).status_code == 400
+    ours = [entry for entry in caplog.records if not entry.name.startswith("http")]
+    assert any(entry.name == "serving.calls" for entry in ours)
+    written = "\n".join(JsonFormatter().format(entry) for entry in ours)
+    for secret in (*shop.keys.values(), wrong, text):
+        assert secret not in written
+
+
+def test_every_answer_has_headers_for_browsers(shop: Shop) -> None:
+    headers = {"authorization": f"Bearer {shop.keys['acme']}"}
+    answers = [
+        shop.post("acme", max_tokens=2),
+        shop.post("acme", max_tokens=2, stream=True),
+        shop.post("acme", max_tokens=0),
+        httpx.get(f"{shop.service.url}/v1/models", headers=headers),
+        httpx.get(f"{shop.service.url}/health"),
+        httpx.get(f"{shop.service.url}/none"),
+        httpx.get(f"{shop.service.url}/"),
+        httpx.get(f"{shop.service.url}/health", headers={"x": "y" * 40_000}),
+    ]
+    for answer in answers:
+        assert answer.headers["x-content-type-options"] == "nosniff", answer.url
+        assert answer.headers["x-frame-options"] == "DENY"
 
 
 def test_prefixes_are_not_shared_between_tenants(shop: Shop) -> None:

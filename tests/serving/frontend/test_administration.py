@@ -62,6 +62,7 @@ def test_usage(tmp_path: Path) -> None:
         "generated_tokens": "7",
         "reasoning_tokens": "0",
         "images": "0",
+        "cost": "0.0",
     }
     assert run_usage(argparse.Namespace(jsonl=out), database, lines.append) == 0
     assert json.loads(out.read_text())["finish_reason"] == "stop"

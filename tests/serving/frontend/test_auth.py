@@ -81,3 +81,15 @@ def test_unusable_file(tmp_path: Path) -> None:
     path.write_text("this is no database, however long one reads it" * 50)
     with pytest.raises(ConfigError, match="cannot be used for keys"):
         Authenticator(SqliteKeyStore(path))
+
+
+def test_digests_are_compared_as_a_whole(
+    store: SqliteKeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, secret = store.add("acme", [Scope.USE], 0)
+    authenticator = Authenticator(store)
+    # Even if a wrong key were found in the place of a right one, it would not be taken for it.
+    monkeypatch.setattr(Authenticator, "_place_of", lambda self, digest: b"same place")
+    authenticator.reload()
+    assert authenticator.principal(bearer(secret), Scope.USE).tenant == "acme"
+    assert status_of(authenticator, bearer(secret[:-1]), Scope.USE) == 401

@@ -79,3 +79,12 @@ def test_body_of_an_error_is_openai_shaped() -> None:
     }
     assert unavailable("x").fields()["type"] == "server_error"
     assert ApiError(429, "x").fields()["type"] == "rate_limit_error"
+
+
+def test_bodies_nested_too_deep_are_refused() -> None:
+    fits = b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}"
+    assert decode_body(fits)["a"]
+    for raw in (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", b'{"a":' * 101 + b"1" + b"}" * 101):
+        with pytest.raises(ApiError, match="nested deeper than 100 levels"):
+            decode_body(raw)
+    assert len(decode_body(b'{"a": [' + b"[]," * 500 + b"[]]}")["a"]) == 501, "wide is not deep"

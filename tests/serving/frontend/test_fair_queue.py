@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serving.frontend.errors import ApiError
-from serving.frontend.fair_queue import FairQueue
+from serving.frontend.fair_queue import PASSED_MAX, FairQueue
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -143,5 +143,44 @@ def test_giving_up_frees_the_place_or_the_turn() -> None:
         calls.tasks[2].cancel()
         await settle()
         assert (queue.num_running, queue.num_waiting, calls.turns) == (0, 0, ["a"])
+
+    run(test())
+
+
+async def _enter_by_priority(calls: Calls, turns: list[int], priority: int) -> None:
+    async def wait() -> None:
+        await calls.queue.enter("a", 1, 10.0, priority)
+        turns.append(priority)
+
+    calls.tasks.append(asyncio.create_task(wait()))
+    await settle()
+
+
+def test_smaller_priorities_go_first_among_the_calls_of_a_tenant() -> None:
+    async def test() -> None:
+        calls, turns = Calls(FairQueue(1, 100)), list[int]()
+        for priority in (0, 5, 0, -3, 5, -3):
+            await _enter_by_priority(calls, turns, priority)
+        await calls.enter("b")
+        for tenant in "abaaaa":
+            await calls.leave(tenant)
+        assert turns == [0, -3, -3, 0, 5, 5]
+        assert calls.turns == ["b"], "it has its turn whatever the other says of its own"
+
+    run(test())
+
+
+def test_nobody_is_passed_for_ever() -> None:
+    async def test() -> None:
+        calls, turns = Calls(FairQueue(1, 1000)), list[int]()
+        await _enter_by_priority(calls, turns, 0)
+        await _enter_by_priority(calls, turns, 9)
+        for _ in range(PASSED_MAX + 3):
+            await _enter_by_priority(calls, turns, 1)
+        for _ in range(PASSED_MAX + 2):
+            await calls.leave("a")
+        assert turns.index(9) == PASSED_MAX + 1
+        for task in calls.tasks:
+            task.cancel()
 
     run(test())

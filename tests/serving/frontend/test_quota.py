@@ -8,7 +8,7 @@ import pytest
 from serving.clock import ns_of_s
 from serving.config import QuotaOptions
 from serving.frontend.errors import ApiError
-from serving.frontend.quota import Bucket, Quotas
+from serving.frontend.quota import Bucket, KVCosts, Quotas
 from tests.serving.frontend.test_gateway import HandClock
 
 
@@ -92,3 +92,17 @@ def test_reload() -> None:
     quotas.reserve("a", 1, 1)
     assert refused(quotas).status == 429, "what ran before still counts"
     assert quotas.context_max("a") == 9 and quotas.context_max("b") is None
+
+
+def test_held_bytes_are_those_of_tokens_and_sequences() -> None:
+    clock = HandClock()
+    options = {"default": QuotaOptions(held_bytes_max=10_000)}
+    quotas = Quotas(options, clock, KVCosts(token_bytes=100.5, sequence_bytes=1000))
+    held = quotas.reserve("a", 20, 20, 2)
+    assert held.num_bytes == 4020 + 2000
+    assert "6020 bytes of KV memory of a are held" in refused(quotas, 20, 20).detail
+    quotas.settle(held, 0, 1)
+    quotas.reserve("a", 20, 20)
+    error = refused(quotas, 60, 60)
+    assert (error.status, error.param) == (400, "max_tokens")
+    quotas.reserve("b", 20, 20)

@@ -7,11 +7,13 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import serving.frontend.usage as usage_module
 from serving.frontend.usage import CRASH, OPEN, UsageLog, UsageRecord, read_records, read_sums
 from sharding.config_file import ConfigError
 
@@ -112,6 +114,25 @@ def test_sums_per_day_and_tenant(tmp_path: Path) -> None:
             ]
 
     asyncio.run(test())
+
+
+def test_a_file_from_before_there_were_prices(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    with closing(sqlite3.connect(path)) as database, database:
+        columns = ", ".join(f"{name} TEXT" for name in (*usage_module._COLUMNS[:-1], "server"))
+        database.execute(f"CREATE TABLE usage ({columns})")
+        values = ["old", "acme", *["1"] * 10, "stop", "s"]
+        database.execute(f"INSERT INTO usage VALUES ({', '.join('?' * 14)})", values)
+
+    async def test() -> None:
+        with UsageLog(path) as log:
+            row = replace(record("new"), cost=0.25)
+            await log.begin(row)
+            await log.end(replace(row, finish_reason="stop"))
+
+    asyncio.run(test())
+    assert [(row.request_id, row.cost) for row in read_records(path)] == [("old", 0), ("new", 0.25)]
+    assert sum(row.cost for row in read_sums(path)) == 0.25
 
 
 def test_unusable_files(tmp_path: Path) -> None:
