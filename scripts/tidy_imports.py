@@ -20,7 +20,7 @@ ARRAYS_ONLY = {"sharding", "pallas_kernels"}
 SERVING_ORDER = (
     ("__main__",),
     ("kv_commands", "mesh_planner"),
-    ("offline", "planner", "simulate", "kv_process", "metadata_process"),
+    ("offline", "planner", "simulate", "kv_process", "metadata_process", "node_process"),
     ("loading",),
     ("cluster",),
     ("frontend", "sim"),
@@ -29,9 +29,10 @@ SERVING_ORDER = (
     ("engine",),
     ("kv",),
     ("core",),
-    ("observe", "config", "clock"),
+    ("observe", "config", "clock", "code_version"),
 )
 NODES_ORDER = (
+    ("member_worker",),
     ("mesh_worker",),
     (
         "router",
@@ -41,9 +42,11 @@ NODES_ORDER = (
         "storage_node",
         "metadata_node",
     ),
-    ("block_service", "kv_offload"),
+    ("block_service", "kv_offload", "membership", "pools"),
+    ("registry",),
     ("node",),
     ("messages",),
+    ("values",),
 )
 
 PURE = (

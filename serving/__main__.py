@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving.config import KVOptions, ServingConfig, load_config
+from serving.config import WORKER_ROLES, KVOptions, ServingConfig, load_config
 from serving.frontend.arguments import COMMANDS, add_config, make_parser
 from serving.kv_commands import add_commands, ask_cache, cache_link, cache_process, run_node
 from sharding.config_file import ConfigError, override, override_from_text
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "cache":
             return ask_cache(options, config.kv)
         _set_process_up(config)
+        if options.command == "node" and options.role in WORKER_ROLES:
+            return _work(config, options)
         if options.command == "node":
             # Devices belong to the servers.
             os.environ["JAX_PLATFORMS"] = "cpu"
@@ -223,6 +225,22 @@ class _Tenancy:
     authenticator: "Authenticator"
     usage: "UsageLog"
     reread: Callable[[], ServingConfig]
+
+
+def _work(config: ServingConfig, options: argparse.Namespace) -> int:
+    """Runs one worker of a cluster."""
+    from serving.engine.step_times import TimedExecutor
+    from serving.node_process import WorkerParts, check_node, run_worker
+    from serving.nodes.values import NodeId
+    from serving.transport.driver import SystemClock
+
+    check_node(config, options.role, options.name)
+    model = _load(config)
+    with cache_link(config.kv, model.facts.kv_form, None, _say) as link:
+        executor = TimedExecutor(model.executor, SystemClock().now_ns)
+        parts = WorkerParts(executor, model.facts, model.grammars, model.programs, link)
+        node_id = NodeId(options.role, options.name)
+        return asyncio.run(run_worker(config, node_id, parts, _say, options.parent))
 
 
 def _check_openness(host: str, needs_keys: bool) -> None:

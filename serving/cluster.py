@@ -21,11 +21,15 @@ from serving.core.replay import ReplayMode, ReplayRule
 from serving.engine.engine import Engine, EngineLimits, Executor
 from serving.kv.offload import CachePort, OffloadLimits
 from serving.kv.store import PayloadForm
+from serving.nodes.member_worker import MemberOptions, MemberWorker
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import Node, NodeId
+from serving.nodes.router import Router, RouterOptions
+from serving.nodes.values import MemberCard
 from sharding.config_file import ConfigError
 
 MESH_WORKER = NodeId("mesh_worker", "0")
+ROUTER = NodeId("router", "0")
 FRONTEND = NodeId("frontend", "0")
 
 _ROW_TOKENS = (1, 3, 6)
@@ -214,6 +218,78 @@ def build(
     )
     caches = {} if environment.cache is None else {MESH_WORKER: environment.cache}
     return Cluster([worker, frontend], {MESH_WORKER: environment.executor}, caches)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What a node says of its process: where it listens, what program it runs, and its number."""
+
+    address: str
+    code_version: str
+    pid: int
+
+
+def build_member(
+    config: ServingConfig,
+    facts: ModelFacts,
+    environment: Environment,
+    node_id: NodeId,
+    process: ProcessFacts,
+) -> MemberWorker:
+    """One worker of several.
+
+    Raises:
+        ConfigError: the configuration does not fit the model.
+    """
+    engine = make_engine(config.engine, facts, environment.random_source)
+    buckets = engine.buckets
+    card = MemberCard(
+        address=process.address,
+        code_version=process.code_version,
+        fingerprint=facts.kv_fingerprint,
+        limits=engine.limits,
+        prefill_buckets=tuple(buckets.of(StepKind.PREFILL)),
+        decode_buckets=tuple(buckets.of(StepKind.DECODE)),
+        images=facts.images,
+        prefill_cost=facts.prefill_cost,
+        pid=process.pid,
+    )
+    options = MemberOptions(
+        ROUTER, card, ns_of_s(config.cluster.lease_s), ns_of_s(config.cluster.answer_s)
+    )
+    return MemberWorker(
+        node_id,
+        engine,
+        ns_of_s(config.engine.step_timeout_s),
+        options,
+        environment.random_source,
+        grammars=environment.grammars,
+        grammar_timeout_ns=ns_of_s(config.engine.grammar_timeout_s),
+        profiler=environment.profiler,
+        programs=environment.programs,
+        offload=None if environment.cache is None else _offload_limits(config.kv),
+    )
+
+
+def build_router(
+    config: ServingConfig, clock: Clock, random_source: random.Random, code_version: str
+) -> Router:
+    """The node in front of the workers."""
+    options = config.cluster
+    return Router(
+        ROUTER,
+        clock,
+        RouterOptions(
+            code_version=code_version,
+            heartbeat_ns=ns_of_s(options.heartbeat_s),
+            lost_ns=ns_of_s(options.lost_s),
+            # The worker's own limit comes first, and says more.
+            answer_ns=2 * ns_of_s(options.answer_s),
+            stranded_ns=ns_of_s(options.stranded_s),
+            waiting_max=config.engine.waiting_max,
+        ),
+        random_source,
+    )
 
 
 def _offload_limits(options: KVOptions) -> OffloadLimits:

@@ -318,6 +318,85 @@ class KVOptions:
         return self.storage != "off"
 
 
+WORKER_ROLES = ("prefill", "decode")
+"""The roles that serve requests, in the order in which a cluster starts them."""
+
+ROUTER_NAME = "router"
+"""What the router is called among nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """One node of a cluster.
+
+    `role`: what it does.
+    `address`: where it listens, such as `tcp://10.0.0.7:7001`; empty for a socket in
+    `cluster.directory`.
+    """
+
+    role: Literal["prefill", "decode"]
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Which processes serve together; a table without nodes means one process for everything.
+
+    `nodes`: workers by name.
+    `router`: where the router listens; empty for a socket in `directory`.
+    `directory`: of sockets, on one machine; empty makes one that is removed at the end.
+    `key_file`: holds the secret that all nodes share; empty makes one in `directory`.
+    `heartbeat_s`: how often workers are heard of.
+    `lost_s`: a worker that is silent for so long is lost, and its requests go elsewhere.
+    `answer_s`: how long a worker may take to keep room, or to send a part of a context.
+    `lease_s`: how long a computed context waits to be pulled.
+    `stranded_s`: how long requests wait while there is no worker of a role.
+    """
+
+    nodes: Mapping[str, NodeOptions] = field(default_factory=dict[str, NodeOptions])
+    router: str = ""
+    directory: str = ""
+    key_file: str = ""
+    heartbeat_s: float = 0.5
+    lost_s: float = 3.0
+    answer_s: float = 5.0
+    lease_s: float = 10.0
+    stranded_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "lost_s", "answer_s", "lease_s", "stranded_s"):
+            seconds = getattr(self, name)
+            check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
+        longer = 2 * self.heartbeat_s
+        check(self.lost_s >= longer, "lost_s", self.lost_s, f"at least {longer:g}: two heartbeats")
+        if not self.nodes:
+            return
+        for role in WORKER_ROLES:
+            has_role = any(node.role == role for node in self.nodes.values())
+            check(has_role, "nodes", "/".join(self.nodes), f"a {role} worker among them")
+        is_free = ROUTER_NAME not in self.nodes
+        check(is_free, f"nodes.{ROUTER_NAME}", "a worker", "another name; this is the router's")
+        places = {ROUTER_NAME: self.router} | {n: o.address for n, o in self.nodes.items()}
+        seen: dict[str, str] = {}
+        for name, address in places.items():
+            other = seen.setdefault(address, name)
+            is_own = not address or other == name
+            check(is_own, f"nodes.{name}.address", address, f"another one than that of {other}")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is more than one process."""
+        return bool(self.nodes)
+
+    def address_of(self, name: str) -> str:
+        """Where the node of a name listens; `router` for the router. Empty if nobody says."""
+        node = self.nodes.get(name)
+        given = self.router if name == ROUTER_NAME else "" if node is None else node.address
+        if given or not self.directory:
+            return given
+        return f"ipc://{Path(self.directory).expanduser().resolve() / name}.sock"
+
+
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
     """Everything a server or an offline run needs to know.
@@ -334,6 +413,7 @@ class ServingConfig:
     kv: KVOptions = field(default_factory=KVOptions)
     tracing: TracingOptions = field(default_factory=TracingOptions)
     prices: PriceOptions = field(default_factory=PriceOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
     sharding: str = "single"
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from serving.config import KVOptions
+from serving.config import WORKER_ROLES, KVOptions
 from sharding.config_file import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from serving.kv.store import PayloadForm
     from serving.kv_process import CacheProcess
 
-ROLES = ("cache", "metadata")
+ROLES = ("cache", "metadata", *WORKER_ROLES)
 QUESTIONS = ("stats", "flush", "purge", "verify", "stop")
 
 AddConfig = Callable[[argparse.ArgumentParser], None]
@@ -29,7 +29,7 @@ def add_commands(
 ) -> None:
     """Add both commands to a parser; `add_config` adds the flags of a configuration."""
     node = commands.add_parser(
-        "node", description="Runs one node of the KV tiers until it is asked to stop."
+        "node", description="Runs one worker, or one node of the KV tiers, until it is stopped."
     )
     node.add_argument("--role", choices=ROLES, required=True, help="what the node does")
     node.add_argument(
@@ -37,7 +37,7 @@ def add_commands(
         metavar="ADDRESS",
         help="ipc://PATH or tcp://HOST:PORT (default: by kv.directory)",
     )
-    node.add_argument("--name", default="0", help="of a metadata node (default: 0)")
+    node.add_argument("--name", default="0", help="of a worker, or of a metadata node (0)")
     node.add_argument("--parent", type=int, metavar="PID", help="end when this process does")
     cache = commands.add_parser("cache", description="Asks a cache process about what it keeps.")
     cache.add_argument(

@@ -86,7 +86,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
                 tile_tokens=TILE_TOKENS if config.engine.batch_invariant else 0,
                 replay=capacity.replay,
                 watch=log.watch,
-                has_transfers=config.kv.is_on,
+                has_transfers=config.kv.is_on or config.cluster.is_on,
             )
     except (ValueError, OSError) as error:
         # Errors that our own packages define are about the input; any other is a defect, whose
@@ -158,10 +158,18 @@ def _check_runs(sharding: str, plan: MeshPlan) -> None:
 
 def _check_storable(config: ServingConfig) -> None:
     """Raise `ConfigError` if what is computed cannot be stored."""
-    if config.kv.is_on and config.engine.replay != "off":
+    if config.engine.replay == "off":
+        return
+    if config.kv.is_on:
         raise ConfigError(
             f"kv.storage is {config.kv.storage!r} and engine.replay is {config.engine.replay!r}; "
             "expected 'off' for one of them, because what replay computes is not stored"
+        )
+    if config.cluster.is_on:
+        raise ConfigError(
+            f"cluster.nodes has {len(config.cluster.nodes)} workers and engine.replay is "
+            f"{config.engine.replay!r}; expected 'off', because what replay computes is not handed "
+            "over"
         )
 
 

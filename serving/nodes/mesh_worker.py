@@ -11,6 +11,8 @@ Traces of steps are made by a profiler that waits on a thread of its own while s
 
 A request with an output constraint waits until its grammar is compiled, which is done elsewhere.
 With KV tiers it then waits, within a budget, for the part of its prompt that is stored there.
+
+`member_worker.py` makes a worker of it that is one of several.
 """
 
 from collections import deque
@@ -149,6 +151,11 @@ class MeshWorker:
             value = ProfileRefusal(ProfileProblem.FAILED, f"the trace failed: {error}")
         self.outbox.send(source, messages.Profiled(query_id, value))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for anything."""
+        return not (self._owners or self._compiling or self._fetching)
+
     def _on_query(self, source: NodeId, query_id: int) -> None:
         offload = None if self._offload is None else self._offload.status()
         engine = self._engine.status()
@@ -247,11 +254,15 @@ class MeshWorker:
         if not self._steps_in_flight or result.step_index != self._steps_in_flight[0]:
             return
         self._steps_in_flight.popleft()
-        deltas = self._engine.commit(result)
+        deltas = self._take(self._engine.commit(result))
         if self._offload is not None:
             self._offload.offer_kept()
         self._advance()
         self._send_tokens(deltas)
+
+    def _take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """The deltas of a step as their owners are to see them; called before the next plan."""
+        return deltas
 
     def _send_tokens(self, deltas: list[TokenDelta]) -> None:
         by_owner: dict[NodeId, list[TokenDelta]] = {}

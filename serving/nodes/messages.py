@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from typing import get_args
 
 from serving.core.buckets import CompiledProgram
 from serving.core.kv_transfer import KVRead
@@ -10,6 +11,7 @@ from serving.core.request import Request, TokenDelta
 from serving.core.step_plan import StepResult
 from serving.engine.engine import EngineStatus
 from serving.kv.offload import CacheReply, OffloadStatus
+from serving.nodes.values import HandOffProblem, HandOffRef, MemberCard, NodeId, NodeStatus
 
 
 class RefusalReason(enum.Enum):
@@ -148,6 +150,165 @@ class Profiled:
     result: ProfileCapture | ProfileRefusal
 
 
+@dataclass(frozen=True, slots=True)
+class Undeliverable:
+    """Driver to node: a message of its own could not be sent to another process."""
+
+    destination: NodeId
+    message: object
+
+
+# --- membership ---
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Worker to router: it wants to be a member; `Welcome` or `Rejected` follows.
+
+    `generation` is drawn anew for each life as a member, so that what belongs to an earlier one is
+    told apart.
+    """
+
+    generation: int
+    card: MemberCard
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Router to worker: it is a member, and is to be heard of that often."""
+
+    generation: int
+    heartbeat_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Router to worker: it cannot be a member, because."""
+
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Worker to router: it lives. One that `is_draining` takes no new requests."""
+
+    generation: int
+    status: NodeStatus
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Router to worker: that life as a member is over; whatever it had was given to others."""
+
+    generation: int
+
+
+# --- hand-off ---
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Router to decode worker: keep room for a request; `Reserved` or `Refused` follows."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Decode worker to router: there is room, until the request comes or is aborted."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Router to prefill worker: compute a prompt and the first token after it, for `taker`.
+
+    `Admitted` or `Refused` follows, then `Tokens` with that token, then `Held`; or `Failed`. If the
+    token ends the request, that is all.
+    """
+
+    request: Request
+    taker: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Prefill worker to router: the context of a request waits to be pulled."""
+
+    request_id: str
+    ref: HandOffRef
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Router to decode worker: pull a context from its holder and go on with the request.
+
+    The request has the first token among its `resumed_token_ids`. `HandedOver` follows, and
+    `Tokens` to the end; or `HandOffLost`.
+    """
+
+    request: Request
+    ref: HandOffRef
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Decode worker to router: it has all of the context and needs its holder no more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffLost:
+    """Decode worker to router: the context could not be had, so it must be computed again."""
+
+    request_id: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlocks:
+    """Decode worker to prefill worker: send so many blocks of a context, from `first` on.
+
+    With the last block comes the state. Every call renews the lease. `Blocks` or `BlocksRefused`
+    follows.
+    """
+
+    ref: HandOffRef
+    fingerprint: bytes
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Prefill worker to decode worker: a part of a context; with the last one comes the state."""
+
+    ref: HandOffRef
+    first: int
+    part: KVRead
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRefused:
+    """Prefill worker to decode worker: nothing is sent for this reference."""
+
+    ref: HandOffRef
+    problem: HandOffProblem
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffDone:
+    """Decode worker to prefill worker: everything has come; let go of it."""
+
+    ref: HandOffRef
+
+
 Message = (
     Submit
     | Admitted
@@ -165,4 +326,30 @@ Message = (
     | WorkerStatus
     | Profile
     | Profiled
+    | Undeliverable
+    | Join
+    | Welcome
+    | Rejected
+    | Heartbeat
+    | Fenced
+    | Reserve
+    | Reserved
+    | Prefill
+    | Held
+    | TakeOver
+    | HandedOver
+    | HandOffLost
+    | ReadBlocks
+    | Blocks
+    | BlocksRefused
+    | HandOffDone
 )
+
+_DRIVER_ONLY = (StepDone, StepFailed, BlocksRead, CacheReplied, Computed, Crashed, Undeliverable)
+_ONE_PROCESS = (Profile, Profiled)
+"""Traces are files of the machine that makes them."""
+
+WIRE_MESSAGES: tuple[type, ...] = tuple(
+    kind for kind in get_args(Message) if kind not in (*_DRIVER_ONLY, *_ONE_PROCESS)
+)
+"""The messages that may cross between processes."""

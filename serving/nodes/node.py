@@ -14,22 +14,15 @@ from serving.core.kv_transfer import KVTransfer
 from serving.core.step_plan import StepPlan
 from serving.kv.offload import CacheCall
 from serving.nodes.messages import Message
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class NodeId:
-    """Names one node: its role (`mesh_worker`, `frontend`, ...) and a name within the role."""
-
-    role: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.role}/{self.name}"
+from serving.nodes.values import NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Carry `message` to `destination`. It may be lost when that node is elsewhere."""
+    """Carry `message` to `destination`. It may be lost when that node is elsewhere.
+
+    If that is known at once, `Undeliverable` follows.
+    """
 
     destination: NodeId
     message: Message
@@ -73,7 +66,22 @@ class AskCache:
     call: CacheCall
 
 
-Effect = Send | SetTimer | Execute | Compute | AskCache
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """From now on `node_id` is reached at `address`."""
+
+    node_id: NodeId
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """This process cannot go on, because."""
+
+    detail: str
+
+
+Effect = Send | SetTimer | Execute | Compute | AskCache | Connect | Quit
 
 
 class Outbox:
@@ -101,6 +109,14 @@ class Outbox:
     def ask_cache(self, call: CacheCall) -> None:
         """Asks something of the KV tiers."""
         self._effects.append(AskCache(call))
+
+    def connect(self, node_id: NodeId, address: str) -> None:
+        """Says where a node is."""
+        self._effects.append(Connect(node_id, address))
+
+    def quit(self, detail: str) -> None:
+        """Asks for the end of this process."""
+        self._effects.append(Quit(detail))
 
     def take(self) -> list[Effect]:
         """The effects since the last call, oldest first; the outbox is empty afterwards."""

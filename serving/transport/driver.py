@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 from serving.core.kv_transfer import KVTransfer
 from serving.core.request import RequestError
@@ -24,7 +25,17 @@ from serving.engine.kv_moves import TransferExecutor
 from serving.kv.offload import CachePort, CacheReply
 from serving.nodes import messages
 from serving.nodes.messages import Message
-from serving.nodes.node import AskCache, Compute, Execute, Node, NodeId, Send, SetTimer
+from serving.nodes.node import (
+    AskCache,
+    Compute,
+    Connect,
+    Execute,
+    Node,
+    NodeId,
+    Quit,
+    Send,
+    SetTimer,
+)
 from serving.transport.in_process import InProcessNetwork
 
 _log = logging.getLogger(__name__)
@@ -53,6 +64,18 @@ def unix_offset_ns() -> int:
 Post = Callable[[NodeId, Message], None]
 
 
+class Remote(Protocol):
+    """The way to nodes of other processes."""
+
+    def send(self, source: NodeId, destination: NodeId, message: Message) -> bool:
+        """Sends without waiting; False if that is not possible now."""
+        ...
+
+    def connect(self, node_id: NodeId, address: str) -> None:
+        """Says where a node is."""
+        ...
+
+
 class Driver:
     """Runs nodes on the current event loop.
 
@@ -60,6 +83,10 @@ class Driver:
         nodes: every node of this process.
         executors: the executor of each node that has one.
         caches: the way to the KV tiers of each node that has one.
+
+    Attributes:
+        remote: the way to other processes; None if there are none.
+        on_quit: called with the reason when a node asks for the end of this process.
 
     Use as an async context manager: threads start on entry and end on exit.
     """
@@ -74,6 +101,8 @@ class Driver:
         self._network = InProcessNetwork(self._deliver)
         self._executors = executors
         self._caches = caches or {}
+        self.remote: Remote | None = None
+        self.on_quit: Callable[[str], object] = _log.error
         self._threads: dict[NodeId, _ExecutorThreads] = {}
         self._timers: dict[tuple[NodeId, str], asyncio.TimerHandle] = {}
         self._computing: set[asyncio.Task[None]] = set()
@@ -115,13 +144,25 @@ class Driver:
                     task.add_done_callback(self._computing.discard)
                 case AskCache(call):
                     self._caches[node_id].call(call, partial(self._on_cache_reply, node_id, loop))
+                case Connect(other, address):
+                    if self.remote is not None:
+                        self.remote.connect(other, address)
+                case Quit(detail):
+                    self.on_quit(detail)
                 case Execute():
                     pass
+
+    def deliver(self, source: NodeId, destination: NodeId, message: Message) -> None:
+        """Takes a message that came from another process."""
+        if destination in self._nodes:
+            self._network.send(source, destination, message)
+        else:
+            _log.warning("message of %s to unknown node %s dropped", source, destination)
 
     def _deliver(self, source: NodeId, destination: NodeId, message: Message) -> None:
         node = self._nodes.get(destination)
         if node is None:
-            _log.warning("message to unknown node %s dropped", destination)
+            self._send_away(source, destination, message)
             return
         try:
             node.on_message(source, message)
@@ -133,6 +174,14 @@ class Driver:
                 crashed = messages.Crashed(f"{type(error).__name__}: {error}")
                 self._network.send(destination, destination, crashed)
         self.perform(destination)
+
+    def _send_away(self, source: NodeId, destination: NodeId, message: Message) -> None:
+        if self.remote is not None and self.remote.send(source, destination, message):
+            return
+        _log.warning("%s from %s to %s dropped", type(message).__name__, source, destination)
+        if source in self._nodes:
+            undeliverable = messages.Undeliverable(destination, message)
+            self._network.send(source, source, undeliverable)
 
     async def _compute(self, node_id: NodeId, effect: Compute) -> None:
         """Does slow work; a job that is given up runs to its end unheard."""

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from serving.config import DEFAULT_CONFIG, DEFAULT_MODEL_DIR, ServingConfig, load_config
+from serving.config import (
+    CONFIGS_DIR,
+    DEFAULT_CONFIG,
+    DEFAULT_MODEL_DIR,
+    ServingConfig,
+    load_config,
+)
 from sharding.config_file import ConfigError, override_from_text
 
 
@@ -16,8 +22,9 @@ def test_shipped_file_states_every_default() -> None:
     assert load_config() == ServingConfig()
     text = DEFAULT_CONFIG.read_text()
     config = ServingConfig()
-    for table in (config.model, config.server, config.engine, config.images, config.kv):
-        for name in table.__dataclass_fields__:
+    tables = (config.model, config.server, config.engine, config.images, config.kv, config.cluster)
+    for table in tables:
+        for name in set(table.__dataclass_fields__) - {"nodes"}:
             assert f"\n{name} = " in text, f"{name} is not in {DEFAULT_CONFIG.name}"
 
 
@@ -92,3 +99,52 @@ def test_model_directory_and_name() -> None:
 def test_unusable_values_are_refused(assignment: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         override_from_text(ServingConfig(), [assignment])
+
+
+CLUSTER = """
+[cluster]
+directory = "run"
+[cluster.nodes.p]
+role = "prefill"
+[cluster.nodes.d]
+role = "decode"
+"""
+
+
+def test_clusters_know_where_their_nodes_listen(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER + 'address = "tcp://10.0.0.7:7001"\n')
+    cluster = load_config(path).cluster
+    assert cluster.is_on and not ServingConfig().cluster.is_on
+    assert cluster.address_of("d") == "tcp://10.0.0.7:7001"
+    assert cluster.address_of("p") == f"ipc://{Path('run').resolve()}/p.sock"
+    assert cluster.address_of("router") == f"ipc://{Path('run').resolve()}/router.sock"
+    assert ServingConfig().cluster.address_of("router") == ""
+    shipped = load_config(CONFIGS_DIR / "disaggregated.toml").cluster
+    assert [node.role for node in shipped.nodes.values()] == ["prefill"] * 2 + ["decode"] * 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('role = "decode"', 'role = "prefill"', "nodes: received p/d; expected a decode worker"),
+        ('role = "prefill"', 'role = "decode"', "nodes: received p/d; expected a prefill worker"),
+        ('role = "decode"', 'role = "cook"', "nodes.d.role: received .cook.; expected one of"),
+        ("nodes.d]", "nodes.router]", "nodes.router: received a worker; expected another name"),
+        ('directory = "run"', "lost_s = 0.7", "lost_s: received 0.7; expected at least 1"),
+        ('directory = "run"', "answer_s = 0", "answer_s: received 0"),
+        (
+            'role = "decode"',
+            'role = "decode"\naddress = "tcp://h:1"\n[cluster.nodes.e]\nrole = "decode"\n'
+            'address = "tcp://h:1"',
+            "nodes.e.address: received tcp://h:1; expected another one than that of d",
+        ),
+    ],
+)
+def test_clusters_that_cannot_work_are_refused(
+    tmp_path: Path, old: str, new: str, expected: str
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.replace(old, new))
+    with pytest.raises(ConfigError, match=expected):
+        load_config(path)

@@ -98,15 +98,17 @@ def test_messages_travel_both_ways() -> None:
 
 
 def test_message_to_nobody_is_dropped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    a = Recorder(A)
+
     async def run() -> None:
-        a = Recorder(A)
         async with Driver([a], {}) as driver:
             a.outbox.send(B, messages.Admitted("x"))
             driver.perform(A)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
-    assert "unknown node b/0" in caplog.text
+    assert "Admitted from a/0 to b/0 dropped" in caplog.text
+    assert a.got == [messages.Undeliverable(B, messages.Admitted("x"))]
 
 
 def test_plans_run_on_their_own_thread_in_order() -> None:

@@ -1,0 +1,464 @@
+"""The node between frontend and workers: it knows who is there, and where every request is.
+
+    Submit -> Admitted                                        the request waits for room
+           -> Reserve -> Reserved                             room at a decode worker
+           -> Prefill -> Tokens (one), Held                   at a prefill worker
+           -> TakeOver -> HandedOver, Tokens, Tokens, ...     at the decode worker
+
+Tokens pass through here, so the router always has all that a client has been sent. When a worker
+is lost, or fails a request, the request starts again at other workers behind those tokens; they are
+not said again, and the client notices nothing but a pause. KV bytes never pass.
+
+At workers a request goes by the name of its *attempt*. What comes under another name than that of
+the current attempt is late, and is dropped, counted, and aborted where it comes from.
+
+*Why tokens go through the router and not straight to the frontend*: somebody has to know them when
+a decode worker dies, and frontend and router are one process.
+"""
+
+import enum
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+
+from msgspec import structs
+
+from serving.clock import Clock, s_of_ns
+from serving.core.admission import check_request
+from serving.core.buckets import BucketTable, StepKind
+from serving.core.profiling import ProfileProblem, ProfileRefusal
+from serving.core.request import Request, RequestError, TokenDelta
+from serving.nodes import messages
+from serving.nodes.messages import Message, RefusalReason
+from serving.nodes.node import Outbox
+from serving.nodes.pools import DECODE, PLACES_MAX, Placement, WorkerPools, total_status
+from serving.nodes.registry import JoinRefusedError, Member, Registry
+from serving.nodes.values import HandOffRef, NodeId
+
+SWEEP = "sweep"
+RETRY = "retry"
+
+_RETRY_NS = 50_000_000
+"""Time after which workers that had no room are asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """How a router works.
+
+    Attributes:
+        code_version: of this program; workers must have the same.
+        heartbeat_ns: how often workers are to be heard of.
+        lost_ns: a worker that is silent for so long is lost.
+        answer_ns: how long a decode worker may take to keep room, or to pull a context.
+        stranded_ns: how long a request waits while a role has no worker at all.
+        waiting_max: requests that may wait for room.
+        attempts_max: how often a request is started before it is given up.
+    """
+
+    code_version: str
+    heartbeat_ns: int
+    lost_ns: int
+    answer_ns: int
+    stranded_ns: int
+    waiting_max: int
+    attempts_max: int = 4
+
+
+class Phase(enum.Enum):
+    """How far an attempt has come."""
+
+    WAITING = "waiting"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    PULLING = "pulling"
+    DECODING = "decoding"
+
+
+@dataclass(slots=True)
+class _Call:
+    """A request under way. `since_ns` is when its phase began."""
+
+    request: Request
+    frontend: NodeId
+    since_ns: int
+    tokens: list[int] = field(default_factory=list[int])
+    attempt: int = 0
+    num_failures: int = 0
+    phase: Phase = Phase.WAITING
+    num_cached: int | None = None
+    placement: Placement | None = None
+    last_fault: str = ""
+
+    @property
+    def attempt_id(self) -> str:
+        """The name of the current attempt."""
+        return f"{self.request.request_id}#{self.attempt}"
+
+    def current(self) -> Request:
+        """What the current attempt asks of a worker."""
+        return replace(
+            self.request, request_id=self.attempt_id, resumed_token_ids=tuple(self.tokens)
+        )
+
+    def is_at(self, node_id: NodeId) -> bool:
+        """Whether the current attempt needs this worker."""
+        members = [] if self.placement is None else self.placement.members
+        return any(member.node_id == node_id for member in members)
+
+
+class Router:
+    """A node; see the text of the module.
+
+    Attributes:
+        registry: who is there.
+        pools: who of them can be given requests.
+        num_restarted: attempts that were given up for another one.
+        num_stale: messages under names of attempts that are over.
+    """
+
+    def __init__(
+        self, node_id: NodeId, clock: Clock, options: RouterOptions, random_source: random.Random
+    ) -> None:
+        self.node_id = node_id
+        self.outbox = Outbox()
+        self.registry = Registry(options.code_version, options.lost_ns, PLACES_MAX)
+        self.num_restarted = self.num_stale = 0
+        self._clock = clock
+        self._options = options
+        self._random = random_source
+        self.pools = WorkerPools(self.registry)
+        self._calls: dict[str, _Call] = {}
+        self._attempts: dict[str, _Call] = {}
+        self._waiting: deque[_Call] = deque()
+        # Set while those that said that they have no room are left alone.
+        self._is_resting = False
+        self._stranded_since_ns: int | None = None
+
+    def start(self) -> None:
+        """Begins to look after the workers; the caller performs the effects."""
+        self.outbox.set_timer(SWEEP, self._options.heartbeat_ns)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._waiting)
+
+    @property
+    def num_calls(self) -> int:
+        """Requests under way, those that wait included."""
+        return len(self._calls)
+
+    def phases(self) -> dict[str, int]:
+        """How many requests are in each phase."""
+        return dict(Counter(call.phase.value for call in self._calls.values()))
+
+    def on_message(self, source: NodeId, message: Message) -> None:
+        """Takes one message; those of other roles are passed over."""
+        match message:
+            case messages.Tokens(deltas):
+                self._on_tokens(source, deltas)
+            case messages.Heartbeat():
+                self._on_heartbeat(source, message)
+            case messages.Submit(request):
+                self._on_submit(source, request)
+            case messages.Abort(request_id):
+                call = self._calls.get(request_id)
+                if call is not None:
+                    self._leave_workers(call)
+                    self._end(call)
+                    self._start_waiting()
+            case messages.Join(generation, card):
+                self._on_join(source, generation, card)
+            case messages.QueryStatus(query_id):
+                self.outbox.send(source, self._worker_status(query_id))
+            case messages.Profile(query_id):
+                detail = "traces are made by the server of a single worker"
+                refusal = ProfileRefusal(ProfileProblem.OFF, detail)
+                self.outbox.send(source, messages.Profiled(query_id, refusal))
+            case messages.Undeliverable(destination, lost):
+                self._on_undeliverable(destination, lost)
+            case _:
+                self._on_progress(source, message)
+
+    def on_timer(self, name: str) -> None:
+        """Looks for workers that have fallen silent, and for requests that get nowhere."""
+        if name == SWEEP:
+            self.outbox.set_timer(SWEEP, self._options.heartbeat_ns)
+            self._sweep()
+        else:
+            self._is_resting = False
+        self._start_waiting()
+
+    # --- frontend ---
+
+    def _on_submit(self, source: NodeId, request: Request) -> None:
+        request_id = request.request_id
+        if request_id in self._calls:
+            return  # A duplicate: the first one is being served.
+        refused = self._refusal(request)
+        if refused is not None:
+            self.outbox.send(source, refused)
+            return
+        sampling = request.sampling
+        if sampling.seed is None:
+            # Every attempt is to draw the same.
+            sampling = replace(sampling, seed=self._random.getrandbits(63))
+        # Samples of one prompt may go to different workers.
+        request = replace(request, sampling=sampling, fork_group=None)
+        call = _Call(request, source, self._clock.now_ns())
+        self._calls[request_id] = call
+        self.outbox.send(source, messages.Admitted(request_id))
+        self._waiting.append(call)
+        self._start_waiting()
+
+    def _refusal(self, request: Request) -> messages.Refused | None:
+        request_id = request.request_id
+        members = self.registry.members(DECODE) or self.registry.members()
+        if not members:
+            detail = "there is no worker"
+            return messages.Refused(request_id, RefusalReason.UNAVAILABLE, detail)
+        card = members[0].card
+        buckets = BucketTable(
+            {StepKind.PREFILL: card.prefill_buckets, StepKind.DECODE: card.decode_buckets}
+        )
+        try:
+            check_request(request, card.limits, buckets)
+        except RequestError as error:
+            return messages.Refused(request_id, RefusalReason.INVALID, str(error), error.param)
+        limit = self._options.waiting_max
+        if len(self._waiting) >= limit:
+            detail = f"{limit} requests wait for room already; send it again later"
+            return messages.Refused(request_id, RefusalReason.BUSY, detail)
+        return None
+
+    def _worker_status(self, query_id: int) -> messages.WorkerStatus:
+        missing = self.pools.missing_roles
+        failure = f"no {' and no '.join(missing)} worker is there" if missing else None
+        statuses = [m.status.engine for m in self.registry.members() if m.status is not None]
+        total = total_status(statuses)
+        num_waiting = total.num_waiting + len(self._waiting)
+        return messages.WorkerStatus(query_id, failure, replace(total, num_waiting=num_waiting))
+
+    # --- starting requests ---
+
+    def _start_waiting(self) -> None:
+        """Gives requests to workers, in their order, as far as there is room."""
+        while self._waiting and not self._is_resting and self._start(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _start(self, call: _Call) -> bool:
+        num_tokens = len(call.request.prompt_token_ids) + len(call.tokens)
+        placement = call.placement = self.pools.place(num_tokens)
+        if placement is None:
+            return False
+        assert placement.decode is not None
+        self._attempts[call.attempt_id] = call
+        self._enter(call, Phase.RESERVING)
+        reserve = messages.Reserve(call.attempt_id, num_tokens)
+        self.outbox.send(placement.decode.node_id, reserve)
+        return True
+
+    def _enter(self, call: _Call, phase: Phase) -> None:
+        call.phase, call.since_ns = phase, self._clock.now_ns()
+
+    # --- progress ---
+
+    def _on_progress(self, source: NodeId, message: Message) -> None:
+        """A worker says something of one attempt."""
+        attempt_id = getattr(message, "request_id", None)
+        if attempt_id is None:
+            return
+        call = self._attempts.get(attempt_id)
+        if call is None or not call.is_at(source):
+            self._drop_stale(source, attempt_id)
+            return
+        match message:
+            case messages.Reserved() if call.phase is Phase.RESERVING:
+                prefill, decode = _pair(call)
+                self._enter(call, Phase.PREFILLING)
+                message = messages.Prefill(call.current(), decode.node_id)
+                self.outbox.send(prefill.node_id, message)
+            case messages.Held(_, ref) if call.phase is Phase.PREFILLING:
+                self._on_held(call, ref)
+            case messages.HandedOver() if call.phase is Phase.PULLING:
+                assert call.placement is not None
+                call.placement.prefill = None
+                self._enter(call, Phase.DECODING)
+            case messages.HandOffLost(_, detail):
+                self._restart(call, detail)
+            case messages.Failed(_, detail):
+                self._restart(call, f"{source}: {detail}")
+            case messages.Refused(_, reason, detail, param):
+                self._on_refused(call, source, reason, detail, param)
+            case _:
+                pass
+
+    def _on_held(self, call: _Call, ref: HandOffRef) -> None:
+        prefill, decode = _pair(call)
+        assert call.placement is not None
+        self.pools.finish_work(call.placement)
+        self._enter(call, Phase.PULLING)
+        take_over = messages.TakeOver(call.current(), ref, prefill.card.address)
+        self.outbox.send(decode.node_id, take_over)
+
+    def _on_refused(
+        self, call: _Call, source: NodeId, reason: RefusalReason, detail: str, param: str | None
+    ) -> None:
+        if reason is RefusalReason.BUSY:
+            # Nothing is wrong with the request or the worker: it waits for its turn again.
+            self._requeue(call)
+            self._is_resting = True
+            self.outbox.set_timer(RETRY, _RETRY_NS)
+        elif reason is RefusalReason.INVALID:
+            self._leave_workers(call)
+            self._end(call)
+            refused = messages.Refused(call.request.request_id, reason, detail, param)
+            self.outbox.send(call.frontend, refused)
+        else:
+            self._restart(call, f"{source}: {detail}")
+
+    def _on_tokens(self, source: NodeId, deltas: tuple[TokenDelta, ...]) -> None:
+        by_frontend: dict[NodeId, list[TokenDelta]] = {}
+        for delta in deltas:
+            call = self._attempts.get(delta.request_id)
+            if call is None or not call.is_at(source):
+                self._drop_stale(source, delta.request_id)
+                continue
+            call.tokens.extend(delta.token_ids)
+            if call.num_cached is None:
+                call.num_cached = delta.num_cached_tokens
+            told = structs.replace(
+                delta,
+                request_id=call.request.request_id,
+                num_cached_tokens=call.num_cached,
+            )
+            by_frontend.setdefault(call.frontend, []).append(told)
+            if delta.finish_reason is not None:
+                self._leave_workers(call, ended_at=source)
+                self._end(call)
+        for frontend, some in by_frontend.items():
+            self.outbox.send(frontend, messages.Tokens(tuple(some)))
+        self._start_waiting()
+
+    def _drop_stale(self, source: NodeId, attempt_id: str) -> None:
+        self.num_stale += 1
+        if self.registry.get(source) is not None:
+            self.outbox.send(source, messages.Abort(attempt_id))
+
+    # --- ends and restarts ---
+
+    def _leave_workers(self, call: _Call, ended_at: NodeId | None = None) -> None:
+        """Gives back what the current attempt has at its workers."""
+        self._attempts.pop(call.attempt_id, None)
+        placement, call.placement = call.placement, None
+        if placement is None:
+            return
+        self.pools.finish(placement)
+        for member in placement.members:
+            is_there = self.registry.get(member.node_id) is member
+            if is_there and member.node_id != ended_at:
+                self.outbox.send(member.node_id, messages.Abort(call.attempt_id))
+
+    def _end(self, call: _Call) -> None:
+        del self._calls[call.request.request_id]
+        if call.phase is Phase.WAITING:
+            self._waiting.remove(call)
+
+    def _requeue(self, call: _Call) -> None:
+        """The attempt is over; the next one goes before all others, having waited longest."""
+        self._leave_workers(call)
+        call.attempt += 1
+        self._enter(call, Phase.WAITING)
+        self._waiting.appendleft(call)
+
+    def _restart(self, call: _Call, detail: str) -> None:
+        """The attempt has failed by no fault of the request."""
+        self.num_restarted += 1
+        call.num_failures += 1
+        call.last_fault = detail
+        self._requeue(call)
+        if call.num_failures >= self._options.attempts_max:
+            self._give_up(call, f"{call.num_failures} attempts failed; the last one: {detail}")
+
+    def _give_up(self, call: _Call, detail: str) -> None:
+        self._end(call)
+        self.outbox.send(call.frontend, messages.Failed(call.request.request_id, detail))
+
+    # --- members ---
+
+    def _on_join(self, source: NodeId, generation: int, card: messages.MemberCard) -> None:
+        known = self.registry.get(source)
+        if known is not None and known.generation != generation:
+            self._lose(known, f"{source} was started anew")
+            known = None
+        try:
+            member = known or self.registry.join(source, generation, card, self._clock.now_ns())
+        except JoinRefusedError as error:
+            self.outbox.send(source, messages.Rejected(generation, str(error)))
+            return
+        # Before anything else: it takes no work that comes before.
+        self.outbox.send(source, messages.Welcome(generation, self._options.heartbeat_ns))
+        self.pools.refresh(member)
+        self._start_waiting()
+
+    def _on_heartbeat(self, source: NodeId, beat: messages.Heartbeat) -> None:
+        member = self.registry.heartbeat(
+            source, beat.generation, beat.status, beat.is_draining, self._clock.now_ns()
+        )
+        if member is None:
+            self.outbox.send(source, messages.Fenced(beat.generation))
+            return
+        self.pools.refresh(member)
+
+    def _lose(self, member: Member, detail: str) -> None:
+        """A worker's life is over: its requests start again elsewhere."""
+        self.registry.remove(member.node_id)
+        self.pools.lose(member)
+        for call in [c for c in self._calls.values() if c.is_at(member.node_id)]:
+            self._restart(call, detail)
+
+    def _sweep(self) -> None:
+        now_ns = self._clock.now_ns()
+        for member in self.registry.silent(now_ns):
+            self._lose(
+                member,
+                f"{member.node_id} was silent for {s_of_ns(now_ns - member.seen_ns):.1f} s",
+            )
+        for call in list(self._calls.values()):
+            is_waiting_for_answer = call.phase in (Phase.RESERVING, Phase.PULLING)
+            if is_waiting_for_answer and now_ns - call.since_ns >= self._options.answer_ns:
+                self._restart(call, f"no answer while {call.phase.value}")
+        self._give_up_stranded(now_ns)
+
+    def _give_up_stranded(self, now_ns: int) -> None:
+        """Requests do not wait for ever for workers that nobody has seen."""
+        missing = self.pools.missing_roles
+        if not missing:
+            self._stranded_since_ns = None
+            return
+        if self._stranded_since_ns is None:
+            self._stranded_since_ns = now_ns
+        if now_ns - self._stranded_since_ns >= self._options.stranded_ns:
+            for call in list(self._waiting):
+                fault = f" ({call.last_fault})" if call.last_fault else ""
+                self._give_up(call, f"there is no {' and no '.join(missing)} worker{fault}")
+
+    def _on_undeliverable(self, destination: NodeId, lost: object) -> None:
+        match lost:
+            case messages.Reserve(attempt_id):
+                pass
+            case messages.Prefill(request) | messages.TakeOver(request):
+                attempt_id = request.request_id
+            case _:
+                return
+        call = self._attempts.get(attempt_id)
+        if call is not None:
+            self._restart(call, f"{destination} cannot be reached")
+
+
+def _pair(call: _Call) -> tuple[Member, Member]:
+    """The workers of an attempt that needs both."""
+    placement = call.placement
+    assert placement is not None and placement.prefill is not None and placement.decode is not None
+    return placement.prefill, placement.decode

@@ -1,0 +1,109 @@
+"""What messages between nodes speak of: nodes, members, and contexts that are handed over."""
+
+import enum
+from dataclasses import dataclass, field
+
+from serving.core.admission import EngineLimits
+from serving.core.buckets import Bucket
+from serving.core.cost import PrefillCost
+from serving.core.image_layout import ImageGeometry
+from serving.engine.engine import EngineStatus
+from serving.kv.offload import OffloadStatus
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NodeId:
+    """Names one node: its role (`mesh_worker`, `frontend`, ...) and a name within the role."""
+
+    role: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCard:
+    """What a worker says of itself when it joins.
+
+    Attributes:
+        address: where its process listens.
+        code_version: of the program that runs there.
+        fingerprint: what its KV bytes depend on; only equal ones can be handed over.
+        limits: of its engine.
+        prefill_buckets, decode_buckets: its compiled shapes.
+        images: None for a model that takes none.
+        prefill_cost: what its prefill steps cost; None if that was not measured.
+        pid: number of its process, for people.
+    """
+
+    address: str
+    code_version: str
+    fingerprint: bytes
+    limits: EngineLimits
+    prefill_buckets: tuple[Bucket, ...]
+    decode_buckets: tuple[Bucket, ...]
+    images: ImageGeometry | None = None
+    prefill_cost: PrefillCost | None = None
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffCounts:
+    """Hand-offs of one worker: those it holds or waits for now, and what came of others so far.
+
+    `num_held` contexts wait to be pulled, `num_reserved` places are kept for requests to come,
+    `num_pulling` contexts are on their way here, and `num_ready` are here and wait for room.
+    `refused` counts references by why they were refused.
+    """
+
+    num_held: int = 0
+    num_reserved: int = 0
+    num_pulling: int = 0
+    num_ready: int = 0
+    num_given: int = 0
+    num_taken: int = 0
+    num_lost: int = 0
+    refused: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """How a worker is at one moment. `failure` says why it cannot serve, None when it can."""
+
+    failure: str | None
+    engine: EngineStatus
+    hand_offs: HandOffCounts = HandOffCounts()
+    offload: OffloadStatus | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffRef:
+    """Names a context that a prefill worker holds for one decode worker, for a while.
+
+    Attributes:
+        holder: where it is.
+        generation: of the life that the holder had then.
+        number: of the context there.
+        num_tokens: whose KV it is.
+        num_blocks: that they fill, the last perhaps in part.
+    """
+
+    holder: NodeId
+    generation: int
+    number: int
+    num_tokens: int
+    num_blocks: int
+
+
+class HandOffProblem(enum.Enum):
+    """Why a reference is not served: it is of another life, meant for another worker, used up,
+    older than its lease, of other bytes, or names nothing.
+    """
+
+    STALE = "stale"
+    FOREIGN = "foreign"
+    CONSUMED = "consumed"
+    EXPIRED = "expired"
+    LAYOUT = "layout"
+    UNKNOWN = "unknown"

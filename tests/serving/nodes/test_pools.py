@@ -1,0 +1,91 @@
+"""Goal: requests are given to workers that can take them, and counted there as long as they are.
+
+Method: pools over a registry whose members come and go. Policies have tests of their own.
+"""
+
+from dataclasses import replace
+
+from serving.nodes.pools import Placement, WorkerPools, total_status
+from serving.nodes.registry import Member, Registry
+from serving.nodes.values import NodeId
+from tests.serving.nodes.test_registry import CARD, D0, P0, P1, STATUS
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.registry = Registry("1", 100, 8)
+        self.pools = WorkerPools(self.registry)
+
+    def add(self, node_id: NodeId, generation: int = 1) -> Member:
+        member = self.registry.join(node_id, generation, CARD, 0)
+        self.pools.refresh(member)
+        return member
+
+    def place(self, num_tokens: int = 10) -> Placement:
+        placement = self.pools.place(num_tokens)
+        assert placement is not None
+        return placement
+
+
+def test_both_roles_are_needed() -> None:
+    rig = Rig()
+    assert rig.pools.missing_roles == ["prefill", "decode"] and rig.pools.place(3) is None
+    prefill = rig.add(P0)
+    assert rig.pools.missing_roles == ["decode"] and rig.pools.place(3) is None
+    decode = rig.add(D0)
+    assert rig.pools.missing_roles == []
+    assert rig.place().members == [prefill, decode]
+
+
+def test_requests_are_counted_where_they_are() -> None:
+    rig = Rig()
+    members = [rig.add(node_id) for node_id in (P0, P1)]
+    decode = rig.add(D0)
+    placements = [rig.place() for _ in range(4)]
+    assert {p.prefill.node_id for p in placements if p.prefill} == {P0, P1}
+    assert rig.pools.loads(members[0]) == rig.pools.loads(members[1]) == {"work_ms": 20.0}
+    assert rig.pools.loads(decode) == {"requests": 4, "context_tokens": 40}
+    # Four slots.
+    assert rig.pools.place(1) is None
+    for placement in placements:
+        rig.pools.finish_work(placement)
+        rig.pools.finish_work(placement)
+    assert rig.pools.loads(members[0]) == {"work_ms": 0.0}
+    for placement in placements:
+        rig.pools.finish(placement)
+        rig.pools.finish(placement)
+    assert rig.pools.loads(decode) == {"requests": 0, "context_tokens": 0}
+
+
+def test_one_that_fails_leaves_or_is_gone_is_not_chosen() -> None:
+    rig = Rig()
+    rig.add(D0)
+    one, other = rig.add(P0), rig.add(P1)
+    before = rig.place()
+    one.status = replace(STATUS, failure="on fire")
+    rig.pools.refresh(one)
+    assert all(rig.place().prefill is other for _ in range(2))
+    one.status = STATUS
+    rig.pools.refresh(one)
+    other.is_draining = True
+    rig.pools.refresh(other)
+    assert rig.place().prefill is one
+    # What was counted in an earlier life is not taken off this one.
+    load = rig.pools.loads(one)
+    rig.pools.finish(before)
+    assert rig.pools.loads(one) == load
+    rig.registry.remove(P0)
+    rig.pools.lose(one)
+    rig.pools.lose(one)
+    assert rig.pools.missing_roles == ["prefill"] and rig.pools.place(1) is None
+    again = rig.add(P0, generation=2)
+    assert rig.place().prefill is again and again.place == one.place
+
+
+def test_totals_are_sums() -> None:
+    empty = total_status([])
+    assert empty.num_slots == 0 and empty.num_verified == () and empty.slope_ms == 0.0
+    one = replace(empty, num_slots=3, num_verified=(5, 2), num_accepted=(4, 1), slope_ms=0.5)
+    assert total_status([one, one]) == replace(
+        one, num_slots=6, num_verified=(10, 4), num_accepted=(8, 2)
+    )
