@@ -6,9 +6,9 @@ count blocks.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
-from serving.kv.replacement import S3Fifo
+from serving.kv.replacement import Entry, S3Fifo
 
 
 class Policy(Protocol):
@@ -78,22 +78,26 @@ class Served:
 
     def __init__(self, blocks_max: int) -> None:
         self._blocks_max = blocks_max
-        self._order: S3Fifo[int] = S3Fifo()
+        self._entries: dict[int, Entry] = {}
+        self._order: S3Fifo[Entry] = S3Fifo()
 
     def __contains__(self, block: int) -> bool:
-        return block in self._order
+        return block in self._entries
 
     def use(self, blocks: Sequence[int]) -> None:
         """See `Policy`."""
         for block in reversed(blocks):
-            if block in self._order:
-                self._order.touch(block)
+            entry = self._entries.get(block)
+            if entry is not None:
+                self._order.touch(entry)
             else:
-                self._order.add(block, 1)
+                entry = self._entries[block] = Entry(block, 1)
+                self._order.add(entry)
         while len(self._order) > self._blocks_max:
             victim = self._order.victim(lambda _: True)
             assert victim is not None, "something may always go"
             self._order.remove(victim)
+            self._entries.pop(cast("int", victim.name))
 
 
 POLICIES = {"s3_fifo": Served, "lru_ghosts": LruWithGhosts, "lru": Lru}

@@ -79,22 +79,22 @@ def prefix_keys(
     The same as `next_key` for each of them, at a fraction of its cost where no image reaches.
     """
     num_blocks = len(token_ids) // block_size
-    data = memoryview(np.ascontiguousarray(token_ids[: num_blocks * block_size], "<i4").tobytes())
+    data = np.ascontiguousarray(token_ids[: num_blocks * block_size], "<i4")
+    # One bytes object for each block: with that, a key takes a single call.
+    rows: list[bytes] = data.view(f"V{4 * block_size}").tolist() if num_blocks else []
     touched = {
         index
         for image in images
         for index in range(image.start // block_size, -(-image.stop // block_size))
     }
     keys: list[PrefixKey] = []
-    key, sha256, size = root, hashlib.sha256, 4 * block_size
-    for index in range(num_blocks):
-        start = index * block_size
+    key, sha256 = root, hashlib.sha256
+    for index, row in enumerate(rows):
         if index in touched:
+            start = index * block_size
             key = next_key(key, token_ids[start : start + block_size], start, images)
         else:
-            digest = sha256(key)
-            digest.update(data[index * size : index * size + size])
-            key = digest.digest()[:_KEY_SIZE]
+            key = sha256(key + row).digest()[:_KEY_SIZE]
         keys.append(key)
     return keys
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from serving.kv.segment_index import Row
 from serving.kv.store import Name
@@ -232,7 +233,8 @@ def split_keys(data: bytes) -> list[bytes]:
     """
     if len(data) % KEY_SIZE:
         raise ValueError(f"{len(data)} bytes of keys; expected a multiple of {KEY_SIZE}")
-    return [data[at : at + KEY_SIZE] for at in range(0, len(data), KEY_SIZE)]
+    keys: list[bytes] = np.frombuffer(data, f"V{KEY_SIZE}").tolist()
+    return keys
 
 
 def unpack_names(kinds: bytes, keys: bytes) -> list[Name]:

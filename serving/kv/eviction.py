@@ -15,25 +15,27 @@ What is pinned does not go, and what others stand behind goes after them.
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from serving.kv.replacement import S3Fifo
+from serving.kv.replacement import Entry, S3Fifo
 from serving.kv.store import Name
 
 
-@dataclass(slots=True)
-class _Item:
-    size: int
-    tenant: bytes
-    written_s: int
+@dataclass(slots=True, eq=False)
+class _Item(Entry):
+    tenant: bytes = b""
+    written_s: int = 0
+    value: object = None
+    own: Entry | None = None
     num_pins: int = 0
     num_behind: int = 0
     before: "_Item | None" = None
 
 
 class EvictionQueue:
-    """The payloads of one tier in the order in which they go.
+    """The payloads of one tier in the order in which they go, each with a value of the tier's.
 
     Args:
         bytes_max: of the tier.
@@ -46,10 +48,11 @@ class EvictionQueue:
         self._tenant_bytes_max = tenant_bytes_max or sys.maxsize
         self._ttl_s = ttl_s
         self._items: dict[Name, _Item] = {}
-        self._order: S3Fifo[Name] = S3Fifo()
+        self._order: S3Fifo[_Item] = S3Fifo()
         # An order of its own for each tenant, if there is a limit that needs it.
-        self._by_tenant: dict[bytes, S3Fifo[Name]] = {}
+        self._by_tenant: dict[bytes, S3Fifo[Entry]] = {}
         self._tenant_bytes: dict[bytes, int] = {}
+        self._tenants: dict[bytes, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -57,18 +60,20 @@ class EvictionQueue:
     def __contains__(self, name: object) -> bool:
         return name in self._items
 
-    def __iter__(self) -> Iterator[Name]:
-        return iter(self._items)
-
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all payloads."""
-        return self._order.num_bytes
+    def names(self) -> KeysView[Name]:
+        """The payloads, as they came."""
+        return self._items.keys()
 
     @property
     def has_ttl(self) -> bool:
         """Whether payloads grow too old at all."""
         return bool(self._ttl_s)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all payloads."""
+        return self._order.num_bytes
 
     @property
     def tenant_bytes(self) -> dict[bytes, int]:
@@ -79,18 +84,31 @@ class EvictionQueue:
         """The payloads of a tenant, or those of all for None, as they came."""
         return [name for name, item in self._items.items() if tenant in (None, item.tenant)]
 
-    def add(self, name: Name, size: int, tenant: bytes, written_s: int) -> None:
+    def add(
+        self, name: Name, size: int, tenant: bytes, written_s: int, value: object = None
+    ) -> None:
         """A payload that was not there."""
         assert name not in self._items, f"{name} is added twice"
-        self._items[name] = _Item(size, tenant, written_s)
+        # One object for equal names of tenants, of which there are many.
+        tenant = self._tenants.setdefault(tenant, tenant)
+        item = self._items[name] = _Item(name, size, 0, tenant, written_s, value)
+        self._order.add(item)
         self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + size
-        for order in self._orders(tenant):
-            order.add(name, size)
+        if self._tenant_bytes_max != sys.maxsize:
+            item.own = Entry(name, size)
+            self._by_tenant.setdefault(tenant, S3Fifo()).add(item.own)
+
+    def value(self, name: Name) -> object:
+        """What was given for a payload; None if it is not there."""
+        item = self._items.get(name)
+        return None if item is None else item.value
 
     def touch(self, name: Name) -> None:
         """The payload is used."""
-        for order in self._orders(self._items[name].tenant):
-            order.touch(name)
+        item = self._items[name]
+        self._order.touch(item)
+        if item.own is not None:
+            self._by_tenant[item.tenant].touch(item.own)
 
     def chain(self, names: Sequence[Name]) -> None:
         """Payloads of one prefix, in order; those that are not here are passed over."""
@@ -123,8 +141,9 @@ class EvictionQueue:
         """The payload is gone."""
         item = self._items.pop(name)
         _part(item)
-        for order in self._orders(item.tenant):
-            order.remove(name)
+        self._order.remove(item)
+        if item.own is not None:
+            self._by_tenant[item.tenant].remove(item.own)
         self._tenant_bytes[item.tenant] -= item.size
         if not self._tenant_bytes[item.tenant]:
             del self._tenant_bytes[item.tenant]
@@ -136,9 +155,11 @@ class EvictionQueue:
     def victim(self, size: int, tenant: bytes) -> Name | None:
         """The next payload to go, so that `size` bytes of a tenant fit; None if none may go."""
         if self._fits_tenant(size, tenant):
-            return self._order.victim(self._may_go)
-        own = self._by_tenant.get(tenant)
-        return None if own is None else own.victim(self._may_go)
+            entry = self._order.victim(_may_go)
+        else:
+            own = self._by_tenant.get(tenant)
+            entry = None if own is None else own.victim(self._may_own_go)
+        return None if entry is None else cast("Name", entry.name)
 
     def expired(self, now_s: int) -> list[Name]:
         """Payloads that are too old and not pinned."""
@@ -150,17 +171,15 @@ class EvictionQueue:
             if not item.num_pins and now_s - item.written_s > self._ttl_s
         ]
 
-    def _orders(self, tenant: bytes) -> list[S3Fifo[Name]]:
-        if self._tenant_bytes_max == sys.maxsize:
-            return [self._order]
-        return [self._order, self._by_tenant.setdefault(tenant, S3Fifo())]
-
     def _fits_tenant(self, size: int, tenant: bytes) -> bool:
         return self._tenant_bytes.get(tenant, 0) + size <= self._tenant_bytes_max
 
-    def _may_go(self, name: Name) -> bool:
-        item = self._items[name]
-        return not (item.num_pins or item.num_behind)
+    def _may_own_go(self, own: Entry) -> bool:
+        return _may_go(self._items[cast("Name", own.name)])
+
+
+def _may_go(item: _Item) -> bool:
+    return not (item.num_pins or item.num_behind)
 
 
 def _part(item: _Item) -> None:

@@ -15,8 +15,10 @@ The small queue is larger than the tenth of the paper: a conversation goes on af
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 _SMALL_SHARE = 0.3
 """Of the bytes held, what the small queue may have before its end has to go."""
@@ -26,108 +28,122 @@ _USES_MAX = 3
 _IN_MAIN = 4
 """Added to the uses of a payload in the main queue."""
 
+_GONE = -1
 
-class S3Fifo[N: Hashable]:
-    """Names with sizes in bytes, in the order in which they are to leave.
 
-    `uses` of a name and its queue are one small number, and queues hold nothing but names. Those
-    that were removed stay in their queue until they come up or outnumber the others.
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A name in the order, with its size in bytes. `state` is for the order alone."""
+
+    name: Hashable
+    size: int
+    state: int = 0
+
+
+class S3Fifo[E: Entry]:
+    """Entries in the order in which they are to leave; queues hold nothing else.
+
+    Those that were removed stay in their queue until they come up or outnumber the others.
     """
 
     def __init__(self) -> None:
-        self._small: deque[N] = deque()
-        self._main: deque[N] = deque()
-        self._state: dict[N, int] = {}
-        self._sizes: dict[N, int] = {}
+        self._small: deque[E] = deque()
+        self._main: deque[E] = deque()
         self._small_bytes = 0
-        self._num_bytes = 0
-        self._ghosts: dict[N, None] = {}
-        self._ghost_order: deque[N] = deque()
+        self._num_entries = 0
+        self._ghosts = _Ghosts()
+        self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._state)
+        return self._num_entries
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._state
-
-    def __iter__(self) -> Iterator[N]:
-        return iter(self._state)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all names."""
-        return self._num_bytes
-
-    def add(self, name: N, size: int) -> None:
-        """A name that was not there."""
-        assert name not in self._state, f"{name} is added twice"
-        self._sizes[name] = size
-        self._num_bytes += size
-        if name in self._ghosts:
-            del self._ghosts[name]
-            self._state[name] = _IN_MAIN
-            self._main.append(name)
+    def add(self, entry: E) -> None:
+        """An entry that was not there."""
+        self._num_entries += 1
+        self.num_bytes += entry.size
+        if self._ghosts.take(entry.name):
+            entry.state = _IN_MAIN
+            self._main.append(entry)
         else:
-            self._state[name] = 0
-            self._small_bytes += size
-            self._small.append(name)
-        if len(self._small) + len(self._main) > 2 * len(self._state) + 64:
+            entry.state = 0
+            self._small_bytes += entry.size
+            self._small.append(entry)
+        if len(self._small) + len(self._main) > 2 * self._num_entries + 64:
             self._compact()
 
-    def touch(self, name: N) -> None:
-        """The name is used."""
-        state = self._state[name]
-        if state & _USES_MAX < _USES_MAX:
-            self._state[name] = state + 1
+    def touch(self, entry: E) -> None:
+        """The entry is used."""
+        if entry.state & _USES_MAX < _USES_MAX:
+            entry.state += 1
 
-    def remove(self, name: N) -> None:
-        """The name has left; it is remembered for a while."""
-        state, size = self._state.pop(name), self._sizes.pop(name)
-        self._num_bytes -= size
-        if state < _IN_MAIN:
-            self._small_bytes -= size
-        self._ghosts[name] = None
-        self._ghost_order.append(name)
-        while len(self._ghost_order) > _GHOSTS_PER_PAYLOAD * len(self._state) + 64:
-            self._ghosts.pop(self._ghost_order.popleft(), None)
+    def remove(self, entry: E) -> None:
+        """The entry has left; its name is remembered for a while."""
+        assert entry.state != _GONE, f"{entry.name} is removed twice"
+        self._num_entries -= 1
+        self.num_bytes -= entry.size
+        if entry.state < _IN_MAIN:
+            self._small_bytes -= entry.size
+        entry.state = _GONE
+        self._ghosts.add(entry.name, _GHOSTS_PER_PAYLOAD * self._num_entries)
 
-    def victim(self, may_go: Callable[[N], bool]) -> N | None:
-        """The next name to leave, which stays until it is removed; None if none may go.
+    def victim(self, may_go: Callable[[E], bool]) -> E | None:
+        """The next to leave, which stays until it is removed; None if none may go.
 
-        Names that were used, or may not go, get another round.
+        Those that were used, or may not go, get another round.
         """
-        # Each name comes up at most once in the small queue and once for each use in the main one.
-        for _ in range(len(self._small) + (_USES_MAX + 2) * (len(self._state) + 1)):
-            is_small = self._small_bytes > _SMALL_SHARE * self._num_bytes or not self._main
+        # Each comes up at most once in the small queue and once for each use in the main one.
+        num_turns = (_USES_MAX + 2) * (self._num_entries + 1)
+        for _ in range(len(self._small) + len(self._main) + num_turns):
+            is_small = self._small_bytes > _SMALL_SHARE * self.num_bytes or not self._main
             queue = self._small if is_small else self._main
             if not queue:
                 return None
-            name = queue[0]
-            state = self._state.get(name)
-            if state is None or (state < _IN_MAIN) != is_small:
+            entry = queue[0]
+            if entry.state == _GONE:
                 queue.popleft()
                 continue
-            uses = state & _USES_MAX
-            if not uses and may_go(name):
-                return name
+            uses = entry.state & _USES_MAX
+            if not uses and may_go(entry):
+                return entry
             queue.popleft()
-            self._main.append(name)
+            self._main.append(entry)
             if is_small:
-                self._small_bytes -= self._sizes[name]
-                self._state[name] = _IN_MAIN
+                self._small_bytes -= entry.size
+                entry.state = _IN_MAIN
             elif uses:
-                self._state[name] = state - 1
+                entry.state -= 1
         return None
 
     def _compact(self) -> None:
-        """Drop what was removed, and all but the first place of what came back."""
-        seen: set[N] = set()
-        for is_small, queue in ((True, self._small), (False, self._main)):
-            kept: list[N] = []
-            for name in queue:
-                state = self._state.get(name)
-                if state is not None and (state < _IN_MAIN) == is_small and name not in seen:
-                    seen.add(name)
-                    kept.append(name)
+        for queue in (self._small, self._main):
+            kept = [entry for entry in queue if entry.state != _GONE]
             queue.clear()
             queue.extend(kept)
+
+
+class _Ghosts:
+    """Names of late, as 32 bits each in a table where a later one takes another's place."""
+
+    def __init__(self) -> None:
+        self._table = array("I", bytes(4 * 64))
+
+    def add(self, name: Hashable, size: int) -> None:
+        """Remember a name, among about `size` of them."""
+        if size > len(self._table):
+            # What was remembered is lost; that happens as often as the number of payloads doubles.
+            self._table = array("I", bytes(4 * 2 * len(self._table)))
+        place, mark = self._spot(name)
+        self._table[place] = mark
+
+    def take(self, name: Hashable) -> bool:
+        """Whether a name is remembered; it is not any more."""
+        place, mark = self._spot(name)
+        if self._table[place] != mark:
+            return False
+        self._table[place] = 0
+        return True
+
+    def _spot(self, name: Hashable) -> tuple[int, int]:
+        # Mixed, because whole numbers are their own hashes.
+        mixed = (hash(name) * 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
+        return (mixed >> 32) % len(self._table), (mixed & 0xFFFF_FFFF) | 1

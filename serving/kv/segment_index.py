@@ -10,7 +10,7 @@ segments that are named in `take_removed`.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from serving.kv.eviction import EvictionQueue
 from serving.kv.store import Buffer, Name, read_header
@@ -53,7 +53,8 @@ class Location:
 @dataclass(slots=True)
 class _Segment:
     size: int
-    names: set[Name] = field(default_factory=set[Name])
+    names: list[Name] = field(default_factory=list[Name])
+    num_live: int = 0
     num_live_bytes: int = 0
 
 
@@ -69,7 +70,6 @@ class SegmentIndex:
     def __init__(self, bytes_max: int, tenant_bytes_max: int = 0, ttl_s: int = 0) -> None:
         self._queue = EvictionQueue(bytes_max, tenant_bytes_max, ttl_s)
         self._payload_bytes_max = min(bytes_max, tenant_bytes_max or bytes_max)
-        self._locations: dict[Name, Location] = {}
         self._segments: dict[str, _Segment] = {}
         # Those that are not whole any more: only they can be worth removing.
         self._worn: set[str] = set()
@@ -79,13 +79,13 @@ class SegmentIndex:
         self.num_evicted = 0
 
     def __len__(self) -> int:
-        return len(self._locations)
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Name]:
-        return iter(list(self._locations))
+        return iter(list(self._queue.names))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._locations
+        return name in self._queue
 
     @property
     def segments(self) -> set[str]:
@@ -99,16 +99,19 @@ class SegmentIndex:
 
     def find(self, name: Name, now_s: int) -> Location | None:
         """Where a payload lies; None if it is not there, or too old."""
-        location = self._locations.get(name)
+        location = self._location(name)
         if location is None or self._queue.is_expired(name, now_s):
             return None
         return location
+
+    def _location(self, name: Name) -> Location | None:
+        return cast("Location | None", self._queue.value(name))
 
     def num_leading(self, kind: int, keys: Sequence[bytes], now_s: int) -> int:
         """How many payloads of a kind are there, from the first of `keys` on."""
         # Plain tuples are equal to names, and are made faster; a prompt has thousands of blocks.
         names = zip(itertools.repeat(int(kind)), keys)
-        flags = map(self._locations.__contains__, names)
+        flags = map(self._queue.names.__contains__, names)
         count = sum(1 for _ in itertools.takewhile(bool, flags))
         if not self._queue.has_ttl:
             return count
@@ -125,7 +128,7 @@ class SegmentIndex:
 
     def unpin(self, name: Name, location: Location) -> None:
         """Take back one pin of the payload that was there, if it has not gone since."""
-        if self._locations.get(name) is location:
+        if self._location(name) is location:
             self._queue.unpin(name)
 
     def hold(self, name: Name) -> None:
@@ -151,7 +154,11 @@ class SegmentIndex:
     def in_segment(self, segment: str) -> set[Name]:
         """The payloads that are left of a segment."""
         known = self._segments.get(segment)
-        return set() if known is None else set(known.names)
+        if known is None:
+            return set()
+        # Those that have left, or lie in another segment by now, are still in the list.
+        places = ((name, self._location(name)) for name in known.names)
+        return {name for name, place in places if place is not None and place.segment == segment}
 
     def choose(self, payloads: Sequence[Buffer]) -> tuple[list[Row], list[Buffer]]:
         """What of `payloads` is to be written, after making room within the limits of tenants.
@@ -165,7 +172,7 @@ class SegmentIndex:
         for data in payloads:
             row = Row.of(data)
             name, tenant = row.name, row.tenant
-            if name in self._locations or name in seen:
+            if name in self._queue or name in seen:
                 continue
             size = taken.get(tenant, 0) + len(data)
             if not self.fits_tenant(size, tenant):
@@ -215,20 +222,22 @@ class SegmentIndex:
         places = list(zip(itertools.count(), offsets, rows, strict=False))
         # The end of a prefix is to go before its beginning.
         for number, offset, row in reversed(places):
-            if row.name in self._locations:
+            name = row.name
+            if name in self._queue:
                 continue
-            self._locations[row.name] = Location(segment, number, offset, row.size)
-            self._queue.add(row.name, row.size, row.tenant, row.written_s)
-            known.names.add(row.name)
+            place = Location(segment, number, offset, row.size)
+            self._queue.add(name, row.size, row.tenant, row.written_s, place)
+            known.names.append(name)
+            known.num_live += 1
             known.num_live_bytes += row.size
-        if len(known.names) < len(rows) or not rows:
+        if known.num_live < len(rows) or not rows:
             self._worn.add(segment)
         self._sweep(0.0)
 
     def forget(self, names: Iterable[Name]) -> None:
         """Drop payloads; those that are not there are passed over."""
         for name in names:
-            if name in self._locations:
+            if name in self._queue:
                 self._drop(name)
         self._sweep(0.0)
 
@@ -251,11 +260,12 @@ class SegmentIndex:
         return removed
 
     def _drop(self, name: Name) -> None:
-        location = self._locations.pop(name)
+        location = self._location(name)
+        assert location is not None, f"{name} is dropped twice"
         self._held.discard(name)
         self._queue.remove(name)
         segment = self._segments[location.segment]
-        segment.names.discard(name)
+        segment.num_live -= 1
         segment.num_live_bytes -= location.size
         self._worn.add(location.segment)
 
@@ -264,9 +274,10 @@ class SegmentIndex:
         for number in list(self._worn):
             segment = self._segments[number]
             is_worth = segment.num_live_bytes >= live_min * segment.size
-            if segment.names and (is_worth or any(map(self._queue.is_pinned, segment.names))):
+            names = self.in_segment(number) if segment.num_live and not is_worth else set[Name]()
+            if segment.num_live and (is_worth or any(map(self._queue.is_pinned, names))):
                 continue
-            for name in list(segment.names):
+            for name in names:
                 self._drop(name)
                 self.num_evicted += 1
             self._remove(number)

@@ -48,12 +48,12 @@ def test_a_payload_stays_where_it_was_known_first_and_empty_segments_go() -> Non
 def test_room_is_made_by_use_and_worn_segments_go_whole() -> None:
     index = SegmentIndex(800)
     for number in range(4):
-        index.adopt(number, [row(2 * number), row(2 * number + 1)], 200)
+        index.adopt(str(number), [row(2 * number), row(2 * number + 1)], 200)
     # 0 and 1 were used last; of segment 1 one payload goes first, then the other with it.
     for used in (0, 1):
         index.touch(name(used))
     index.make_room(200)
-    assert index.take_removed() == [1] and index.num_bytes == 600 and index.num_evicted == 2
+    assert index.take_removed() == ["1"] and index.num_bytes == 600 and index.num_evicted == 2
     assert name(0) in set(index) and index.find(name(2), 0) is None
     index.make_room(10_000)
     assert sorted(map(str, index.take_removed())) == ["0", "2", "3"] and len(index) == 0
