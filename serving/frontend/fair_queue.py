@@ -17,8 +17,8 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from serving.config import EngineOptions
-from serving.frontend.errors import ApiError
+from serving.config import COUNT_MAX, EngineOptions
+from serving.frontend.errors import ApiError, bad_request
 
 PASSED_MAX = 32
 """How often a call may be passed by more urgent ones of its tenant."""
@@ -59,11 +59,13 @@ class FairQueue:
     Args:
         running_max: engine requests that may be there at one time.
         waiting_max: engine requests that may wait here.
+        call_max: engine requests of one call that the engine can take when it has no others.
     """
 
-    def __init__(self, running_max: int, waiting_max: int) -> None:
+    def __init__(self, running_max: int, waiting_max: int, call_max: int = COUNT_MAX) -> None:
         self._running_max = running_max
         self._waiting_max = waiting_max
+        self._call_max = call_max
         self._tenants: dict[str, _Tenant] = {}
         self._virtual_time = 0.0
         self.num_running = 0
@@ -74,7 +76,8 @@ class FairQueue:
         """As many may wait in the engine as can run in it, the others of `waiting_max` here."""
         num_rows = options.decode_rows[-1]
         num_ahead = min(num_rows, options.waiting_max)
-        return cls(num_rows + num_ahead, options.waiting_max - num_ahead)
+        all_together = num_rows + options.waiting_max
+        return cls(num_rows + num_ahead, options.waiting_max - num_ahead, all_together)
 
     async def enter(self, tenant: str, size: int, cost: float, priority: int = 0) -> None:
         """Waits for the turn of a call of `size` engine requests and `cost` tokens.
@@ -82,8 +85,14 @@ class FairQueue:
         Whoever has entered has to leave.
 
         Raises:
-            ApiError: 429, too many wait already.
+            ApiError: 429, too many wait already; 400, the call is too large for an idle engine.
         """
+        if size > self._call_max:
+            raise bad_request(
+                f"the call asks for {size} answers, its prompts times n; expected at most "
+                f"{self._call_max}, which is what this server can run and let wait at one time",
+                "n",
+            )
         state = self._tenants.setdefault(tenant, _Tenant())
         if not self.num_waiting and self._has_room(size):
             self._grant(state, size, cost)

@@ -9,7 +9,8 @@ after a failed step the donated caches are gone.
 
 Traces of steps are made by a profiler that waits on a thread of its own while steps run.
 
-A request with an output constraint waits until its grammar is compiled, which is done elsewhere.
+A request with an output constraint waits until its grammar is compiled, which is done elsewhere,
+once for all requests with that constraint that wait, such as samples of one prompt.
 With KV tiers it then waits, within a budget, for the part of its prompt that is stored there.
 
 `member_worker.py` makes a worker of it that is one of several.
@@ -28,7 +29,13 @@ from serving.core.profiling import (
     Profiler,
     ProfileRefusal,
 )
-from serving.core.request import QueueFullError, Request, RequestError, TokenDelta
+from serving.core.request import (
+    OutputConstraint,
+    QueueFullError,
+    Request,
+    RequestError,
+    TokenDelta,
+)
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine
 from serving.kv.offload import OffloadLimits
@@ -43,7 +50,7 @@ _TRACE_WRITING_S = 60.0
 """How long writing a trace may take after its last step."""
 
 COMPILING_MAX = 64
-"""Requests whose grammars may be compiled at one time."""
+"""Grammars that may be compiled at one time."""
 
 
 class MeshWorker:
@@ -76,7 +83,10 @@ class MeshWorker:
         self._profiler = profiler
         self._programs = programs
         self._profiling: dict[str, tuple[NodeId, int]] = {}
-        self._compiling: dict[str, tuple[NodeId, Request]] = {}
+        # By constraint, and of each the requests that wait; all may have been aborted.
+        self._compiling: dict[OutputConstraint, dict[str, tuple[NodeId, Request]]] = {}
+        self._compilations: dict[str, OutputConstraint] = {}
+        self._num_compilations = 0
         self._owners: dict[str, NodeId] = {}
         self._offload: KVOffload | None = None
         if offload is not None:
@@ -95,8 +105,8 @@ class MeshWorker:
                 self._on_submit(source, request)
             case messages.Computed(key, value, error) if key in self._profiling:
                 self._on_traced(key, value, error)
-            case messages.Computed(request_id, grammar, error):
-                self._on_grammar(request_id, grammar, error)
+            case messages.Computed(key, grammar, error) if key in self._compilations:
+                self._on_grammar(key, grammar, error)
             case messages.Profile(query_id, num_steps, timeout_s):
                 self._on_profile(source, query_id, num_steps, timeout_s)
             case messages.Abort(request_id):
@@ -164,7 +174,8 @@ class MeshWorker:
 
     def _on_submit(self, source: NodeId, request: Request) -> None:
         request_id = request.request_id
-        if any(request_id in known for known in (self._owners, self._compiling, self._fetching)):
+        compiling = self._compiling.values()
+        if any(request_id in known for known in (self._owners, self._fetching, *compiling)):
             return  # A duplicate: the first one is being served.
         if request.constraint is None or self._failure is not None:
             self._fetch(source, request, None)
@@ -179,26 +190,31 @@ class MeshWorker:
         if self._grammars is None:
             detail = f"{constraint.param} is not supported: this model has no grammars"
             return messages.Refused(request_id, RefusalReason.INVALID, detail, constraint.param)
+        waiting = self._compiling.get(constraint)
+        if waiting is not None:
+            waiting[request_id] = (source, request)
+            return None
         if len(self._compiling) >= COMPILING_MAX:
             detail = f"{COMPILING_MAX} grammars are being compiled already; send it again later"
             return messages.Refused(request_id, RefusalReason.BUSY, detail)
-        self._compiling[request_id] = (source, request)
-        job = partial(self._grammars.compile, constraint)
-        self.outbox.compute(request_id, job, self._grammar_timeout_ns)
+        self._compiling[constraint] = {request_id: (source, request)}
+        self._num_compilations += 1
+        key = f"grammar {self._num_compilations}"
+        self._compilations[key] = constraint
+        self.outbox.compute(
+            key, partial(self._grammars.compile, constraint), self._grammar_timeout_ns
+        )
         return None
 
-    def _on_grammar(self, request_id: str, grammar: object, error: str | None) -> None:
-        source, request = self._compiling.pop(request_id, (None, None))
-        if source is None or request is None:
-            return  # Aborted, or ended by a failure, in the meantime.
-        if error is None:
-            assert isinstance(grammar, Grammar), f"{grammar} is no grammar"
-            self._fetch(source, request, grammar)
-            return
-        assert request.constraint is not None
-        param = request.constraint.param
-        refused = messages.Refused(request_id, RefusalReason.INVALID, error, param)
-        self.outbox.send(source, refused)
+    def _on_grammar(self, key: str, grammar: object, error: str | None) -> None:
+        constraint = self._compilations.pop(key)
+        for request_id, (source, request) in self._compiling.pop(constraint).items():
+            if error is None:
+                assert isinstance(grammar, Grammar), f"{grammar} is no grammar"
+                self._fetch(source, request, grammar)
+            else:
+                invalid, param = RefusalReason.INVALID, constraint.param
+                self.outbox.send(source, messages.Refused(request_id, invalid, error, param))
 
     def _fetch(self, source: NodeId, request: Request, grammar: Grammar | None) -> None:
         """Start a request, once the stored part of its prompt is there if it is worth waiting."""
@@ -242,7 +258,8 @@ class MeshWorker:
         return None
 
     def _on_abort(self, request_id: str) -> None:
-        self._compiling.pop(request_id, None)
+        for waiting in self._compiling.values():
+            waiting.pop(request_id, None)
         if self._offload is not None and self._fetching.pop(request_id, None) is not None:
             self._offload.forget(request_id)
         if self._owners.pop(request_id, None) is not None:
@@ -292,12 +309,15 @@ class MeshWorker:
     def _fail(self, detail: str) -> None:
         self._failure = detail
         self._steps_in_flight.clear()
-        owners = self._owners | {name: owner for name, (owner, _) in self._compiling.items()}
+        owners = dict(self._owners)
+        for waiting in self._compiling.values():
+            owners |= {name: owner for name, (owner, _) in waiting.items()}
         owners |= {name: owner for name, (owner, _, _) in self._fetching.items()}
         for request_id, owner in owners.items():
             self.outbox.send(owner, messages.Failed(request_id, detail))
         self._owners.clear()
         self._compiling.clear()
+        self._compilations.clear()
         self._fetching.clear()
         # Last, because this raises when it was the engine that broke.
         self._engine.fail()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from serving.config import EngineOptions
 from serving.frontend.errors import ApiError
 from serving.frontend.fair_queue import PASSED_MAX, FairQueue
 
@@ -91,6 +92,24 @@ def test_sizes_and_room() -> None:
         queue.leave("a", 5, 0.0)
         await settle()
         assert calls.turns == ["a", "b"] and (queue.num_running, queue.num_waiting) == (1, 0)
+
+    run(test())
+
+
+def test_a_call_that_an_idle_engine_could_not_take_is_no_matter_of_waiting() -> None:
+    async def test() -> None:
+        calls = Calls(FairQueue.for_engine(EngineOptions(decode_rows=(2, 4), waiting_max=6)))
+        await calls.enter("a", size=10)
+        assert calls.turns == ["a"]
+        await calls.enter("a", size=11)
+        with pytest.raises(ApiError, match=r"asks for 11 answers.* at most 10") as caught:
+            await calls.tasks[1]
+        assert caught.value.status == 400 and caught.value.param == "n"
+        # What fits in but finds no room now is told to come again.
+        await calls.enter("b", size=10)
+        with pytest.raises(ApiError) as caught:
+            await calls.tasks[2]
+        assert caught.value.status == 429
 
     run(test())
 

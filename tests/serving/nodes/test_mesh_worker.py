@@ -5,6 +5,7 @@ Method: messages in, effects out, with the real engine and a scripted executor r
 """
 
 import random
+from dataclasses import replace
 
 from serving.cluster import ModelFacts, make_engine
 from serving.config import EngineOptions
@@ -227,6 +228,25 @@ def test_a_grammar_that_cannot_be_compiled_is_a_refusal() -> None:
     assert compute_of(give(worker, messages.Submit(constrained("a")))), "it may be sent again"
 
 
+def test_requests_of_one_constraint_wait_for_one_grammar() -> None:
+    worker = make_constrained_worker()
+    job = compute_of(give(worker, messages.Submit(constrained("a"))))
+    for name in ("b", "c"):
+        assert give(worker, messages.Submit(constrained(name))) == []
+    assert give(worker, messages.Abort("b")) == []
+    effects = give(worker, messages.Computed(job.key, job.job()), WORKER)
+    assert sent(effects) == [messages.Admitted("a"), messages.Admitted("c")]
+    states = [worker._engine._sequences[name].controls for name in ("a", "c")]
+    assert all(state is not None and state.grammar is not None for state in states)
+    job = compute_of(give(worker, messages.Submit(constrained("d"))))
+    assert give(worker, messages.Submit(constrained("e"))) == []
+    refused = sent(give(worker, messages.Computed(job.key, None, "too hard"), WORKER))
+    assert [(answer.request_id, type(answer)) for answer in refused] == [  # type: ignore[union-attr]
+        ("d", messages.Refused),
+        ("e", messages.Refused),
+    ]
+
+
 def test_an_abort_while_compiling() -> None:
     worker = make_constrained_worker()
     job = compute_of(give(worker, messages.Submit(constrained("a"))))
@@ -247,7 +267,9 @@ def test_a_failure_while_compiling_ends_the_request() -> None:
 def test_compiling_is_bounded() -> None:
     worker = make_constrained_worker()
     for number in range(COMPILING_MAX):
-        compute_of(give(worker, messages.Submit(constrained(str(number)))))
+        other = replace(CONSTRAINT, text=f"a{{{number + 1}}}")
+        request = replace(constrained(str(number)), constraint=other)
+        compute_of(give(worker, messages.Submit(request)))
     (refused,) = sent(give(worker, messages.Submit(constrained("more"))))
     assert isinstance(refused, messages.Refused) and refused.reason is RefusalReason.BUSY
 
