@@ -6,7 +6,7 @@ cache, the steps are speculative: a decode step verifies waiting drafts, and eve
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -331,35 +331,25 @@ def compile_slot_copies(
     return jax.jit(copies, donate_argnums=0).lower(cache, slots).compile()
 
 
-def compile_steps(
-    model: Model,
-    shapes: Iterable[StepShape],
-    weights: Any,
-    cache: Any,
+def compile_programs(
+    programs: Mapping[str, Callable[[], Any]],
     report: Callable[[int, int], None] | None = None,
-    image_features: Any = None,
-    engram_row_shape: tuple[int, ...] | None = None,
-    token_counts: Any = None,
     watch: Watch = no_watch,
-) -> dict[StepShape, CompiledStep]:
-    """Compile all shapes, two at a time; `report(done, total)` is called as they finish.
+) -> dict[str, Any]:
+    """Compile programs of all kinds, two at a time; `report(done, total)` as they finish.
 
-    `watch` is open around each of them, on its thread. The other arguments are those of
-    `compile_step`.
+    `programs` says by name what compiles each. That and `watch` are called on other threads.
     """
 
-    def compile_one(shape: StepShape) -> CompiledStep:
-        with watch(shape.name):
-            return compile_step(
-                model, shape, weights, cache, image_features, engram_row_shape, token_counts
-            )
+    def compile_one(name: str, make: Callable[[], Any]) -> Any:
+        with watch(name):
+            return make()
 
-    wanted = list(dict.fromkeys(shapes))
-    compiled: dict[StepShape, CompiledStep] = {}
+    compiled: dict[str, Any] = {}
     with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-        futures = {pool.submit(compile_one, shape): shape for shape in wanted}
+        futures = {pool.submit(compile_one, *program): program[0] for program in programs.items()}
         for future in as_completed(futures):
             compiled[futures[future]] = future.result()
             if report is not None:
-                report(len(compiled), len(wanted))
+                report(len(compiled), len(programs))
     return compiled

@@ -14,7 +14,7 @@ them. One image is one call, padded to a number of patches that was compiled (`p
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from deepinfer_jax.parameters import (
     VisionParameters,
 )
 from deepinfer_jax.precision import Precision
+from sharding.mesh import DeviceMesh
 
 NORM_EPS = 1e-6
 """Epsilon of the encoder's norms; the text model has a much smaller one."""
@@ -209,6 +210,64 @@ def compile_insert(config: ModelConfig, features: Any) -> CompiledInsert:
     rows = jax.ShapeDtypeStruct(shape, features.dtype)
     place = jax.ShapeDtypeStruct((2,), jnp.int32)
     return jax.jit(insert, donate_argnums=0).lower(features, rows, place).compile()
+
+
+class ImageEncoder:
+    """Puts images where a prefill step looks for them.
+
+    Attributes:
+        features: [`num_features`, hidden]: row i stands for token i of the step, if an image was
+            added there.
+        compiled: its programs, which the owner compiles among others (`programs`) and puts here.
+
+    Raises:
+        ValueError: the model has no image encoder.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        parameters: VisionParameters,
+        mesh: DeviceMesh,
+        num_features: int,
+    ) -> None:
+        self._config, self._precision, self._parameters = config, precision, parameters
+        self._sharding = mesh.sharding((None,), (1,))
+        self._pixels_sharding = mesh.sharding((None, None), (1, 1))
+        zeros = np.zeros((num_features, config.hidden_size), precision.compute_dtype)
+        self.features: jax.Array = mesh.place(zeros, (None, None))
+        self._sizes = patch_buckets(_vision(config))
+        self.compiled: Mapping[str, Any] = {}
+
+    def programs(self) -> dict[str, Callable[[], Any]]:
+        """What compiles each program of `compiled`, by name."""
+        arguments = self._config, self._precision
+        programs: dict[str, Callable[[], Any]] = {
+            f"image_p{size}": functools.partial(compile_encoder, *arguments, size, self._parameters)
+            for size in self._sizes
+        }
+        programs["image_insert"] = functools.partial(compile_insert, self._config, self.features)
+        return programs
+
+    def add(self, pixels: np.ndarray, grid: tuple[int, int], where: tuple[int, int]) -> None:
+        """Dispatch the computation of an image into `features`.
+
+        Args:
+            pixels: [P, 3 * patch_size ** 2] uint8, as in `encode_image`, not padded.
+            grid: its rows and columns of patches.
+            where: the first row that it takes, and how many.
+        """
+        size = min(size for size in self._sizes if size >= len(pixels))
+        padded = np.zeros((size, pixels.shape[1]), np.uint8)
+        padded[: len(pixels)] = pixels
+        placed = jax.device_put(padded, self._pixels_sharding)
+        rows = self.compiled[f"image_p{size}"](self._parameters, placed, self._numbers(grid))
+        insert = self.compiled["image_insert"]
+        self.features = insert(self.features, rows, self._numbers(where))
+
+    def _numbers(self, values: tuple[int, int]) -> jax.Array:
+        return jax.device_put(np.array(values, np.int32), self._sharding)
 
 
 class _Encoder(Arithmetic):

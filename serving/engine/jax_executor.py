@@ -19,6 +19,7 @@ step that feeds tokens of a step in flight waits for those.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax import batch, checkpoint, controls, vision
+from deepinfer_jax import batch, checkpoint, controls
 from deepinfer_jax.batch import Replay, StepShape
 from deepinfer_jax.cache import CacheLayout, KVCache
 from deepinfer_jax.cache_bytes import CacheTransfers, description
@@ -35,7 +36,7 @@ from deepinfer_jax.controls import Controls
 from deepinfer_jax.draft import DraftSettings
 from deepinfer_jax.engram_host import HostEngram, detach_tables
 from deepinfer_jax.model import Model, Weights
-from deepinfer_jax.parameters import Parameters, VisionParameters
+from deepinfer_jax.parameters import Parameters
 from deepinfer_jax.precision import CacheFormat, Precision
 from deepinfer_jax.replay import ReplayError, check_replay
 from deepinfer_jax.reports import ReportedResult
@@ -43,16 +44,18 @@ from deepinfer_jax.steps import (
     CompiledStep,
     SpeculativeResult,
     Watch,
+    compile_programs,
     compile_slot_copies,
-    compile_steps,
+    compile_step,
     no_watch,
 )
 from deepinfer_jax.topology import Topology
+from deepinfer_jax.vision import ImageEncoder
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import LogprobColumns, StepReport
 from serving.core.image_layout import ImageGeometry
 from serving.core.replay import ReplayMode, ReplayRule
-from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
+from serving.core.step_plan import LAST_SAMPLED, StepPlan, StepResult
 from serving.engine import control_packing, packing
 from serving.engine.kv_moves import BLOCKS_PER_CALL, CacheOwner, KVMoves
 from serving.engine.packing import PackedStep
@@ -142,18 +145,19 @@ class JaxExecutor(CacheOwner):
         self._buffer_sharding = self.mesh.sharding((None,), (1,))
         self._slots_sharding = self.mesh.sharding((None, None), (1, 1))
         self._rows_sharding = self.mesh.sharding((None,) * 4, (1,) * 4)
-        self._watch = watch
         self._images = None
         if self.weights.parameters.vision is not None:
             num_features = buckets.largest(StepKind.PREFILL).num_tokens
-            self._images = _ImageEncoder(
-                self.model, self.weights.parameters.vision, self.mesh, num_features, report, watch
+            self._images = ImageEncoder(
+                self.model_config,
+                precision,
+                self.weights.parameters.vision,
+                self.mesh,
+                num_features,
             )
         vocab_size = self.model_config.vocab_size
         self._controls = _DeviceControls(self.mesh, buckets, num_slots, vocab_size)
-        self._steps = self._compile(buckets, replay, report)
-        with watch("copy_slots"):
-            self._copy_slots = compile_slot_copies(self.cache, _COPIES_PER_CALL)
+        self._steps = self._compile(buckets, replay, report, watch)
         if has_transfers:
             lines = (*self.identity.values(), description(self.layout))
             moves = CacheTransfers(self.cache, BLOCKS_PER_CALL)
@@ -175,7 +179,14 @@ class JaxExecutor(CacheOwner):
         step = self.compiled(plan.kind, plan.bucket, packed.num_tail_tokens)
         more: dict[str, Any] = {"controls": self._controls.of_step(plan)}
         if self._images is not None and plan.kind is StepKind.PREFILL:
-            more["image_features"] = self._images.features_of(plan.images)
+            for place in plan.images:
+                image = place.image
+                grid, where = (
+                    (image.patch_rows, image.patch_cols),
+                    (place.token_index, image.num_tokens),
+                )
+                self._images.add(image.pixels, grid, where)
+            more["image_features"] = self._images.features
         buffer = jax.device_put(packed.buffer, self._buffer_sharding)
         self._copy(plan.restores)
         if self._engram is not None:
@@ -327,7 +338,7 @@ class JaxExecutor(CacheOwner):
             ) from None
 
     def _compile(
-        self, buckets: BucketTable, replay: ReplayRule | None, report: Report
+        self, buckets: BucketTable, replay: ReplayRule | None, report: Report, watch: Watch
     ) -> dict[tuple[StepKind, Bucket, int | None], CompiledStep]:
         steps: list[tuple[StepKind, Bucket, int | None]] = [(*each, None) for each in buckets]
         if replay is not None:
@@ -337,23 +348,31 @@ class JaxExecutor(CacheOwner):
         for (_, bucket, _), shape in shapes.items():
             check_layout(bucket, shape)
 
-        def progress(done: int, total: int) -> None:
-            report(f"compiling steps: {done} of {total}")
-
-        features = None if self._images is None else self._images.features
-        row_shape = None if self._engram is None else self._engram.row_shape
-        compiled = compile_steps(
-            self.model,
-            shapes.values(),
+        arrays = (
             self.weights,
             self.cache,
-            progress,
-            features,
-            row_shape,
+            None if self._images is None else self._images.features,
+            None if self._engram is None else self._engram.row_shape,
             self._controls.counts,
-            self._watch,
         )
-        return {key: compiled[shape] for key, shape in shapes.items()}
+        programs: dict[str, Callable[[], Any]] = {
+            shape.name: partial(compile_step, self.model, shape, *arrays)
+            for shape in shapes.values()
+        }
+        programs |= {} if self._images is None else self._images.programs()
+        programs |= {
+            "set_counts": self._controls.compile_changes,
+            "copy_slots": partial(compile_slot_copies, self.cache, _COPIES_PER_CALL),
+        }
+
+        def progress(done: int, total: int) -> None:
+            report(f"compiling: {done} of {total} programs")
+
+        compiled = compile_programs(programs, progress, watch)
+        if self._images is not None:
+            self._images.compiled = compiled
+        self._controls.set_counts, self._copy_slots = compiled["set_counts"], compiled["copy_slots"]
+        return {key: compiled[shape.name] for key, shape in shapes.items()}
 
 
 class _DeviceControls:
@@ -373,11 +392,15 @@ class _DeviceControls:
             )
             for kind, bucket in buckets
         }
-        edits = [
-            jax.ShapeDtypeStruct((n,), jnp.int32) for n in (num_slots, *3 * (_EDITS_PER_CALL,))
-        ]
+        self.set_counts: Callable[..., jax.Array] = controls.set_counts
+
+    def compile_changes(self) -> Callable[..., jax.Array]:
+        """`controls.set_counts` for as many changes as one call makes."""
+        num_slots = self.counts.shape[0]
+        sizes = (num_slots, *3 * (_EDITS_PER_CALL,))
+        edits = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
         set_counts = jax.jit(controls.set_counts, donate_argnums=0)
-        self._set_counts = set_counts.lower(self.counts, *edits).compile()
+        return set_counts.lower(self.counts, *edits).compile()
 
     def neutral(self, kind: StepKind, bucket: Bucket) -> Controls:
         """The controls of a step in which no row has any."""
@@ -391,7 +414,7 @@ class _DeviceControls:
         if wanted.count_edits is not None:
             num_slots = self.counts.shape[0]
             for call in control_packing.split_edits(wanted.count_edits, _EDITS_PER_CALL, num_slots):
-                self.counts = self._set_counts(self.counts, *call)
+                self.counts = self.set_counts(self.counts, *call)
         settings = self._put_settings(control_packing.pack_settings(wanted, plan.bucket))
         _, masks = self._neutral[plan.kind, plan.bucket]
         if wanted.masks is not None:
@@ -412,55 +435,6 @@ def _wanted(plan: StepPlan, result: ReportedResult) -> ReportedResult:
     if wanted is None or not (wanted.reports or (wanted.next_tokens >= 0).any()):
         return result._replace(sampled=None, prompt=None)
     return result if (wanted.next_tokens >= 0).any() else result._replace(prompt=None)
-
-
-class _ImageEncoder:
-    """Encodes the images of prefill steps. `features` is [tokens of the largest step, hidden]."""
-
-    def __init__(
-        self,
-        model: Model,
-        parameters: VisionParameters,
-        mesh: DeviceMesh,
-        num_features: int,
-        report: Report,
-        watch: Watch,
-    ) -> None:
-        config, precision = model.config, model.precision
-        assert config.vision is not None
-        self._parameters = parameters
-        self._sharding = mesh.sharding((None,), (1,))
-        self._pixels_sharding = mesh.sharding((None, None), (1, 1))
-        zeros = np.zeros((num_features, config.hidden_size), precision.compute_dtype)
-        self.features = mesh.place(zeros, (None, None))
-        self._insert = vision.compile_insert(config, self.features)
-        self._encoders: dict[int, vision.CompiledEncoder] = {}
-        sizes = vision.patch_buckets(config.vision)
-        for done, size in enumerate(sizes):
-            report(f"compiling image steps: {done} of {len(sizes)}")
-            with watch(f"image_p{size}"):
-                self._encoders[size] = vision.compile_encoder(config, precision, size, parameters)
-        report(f"compiling image steps: {len(sizes)} of {len(sizes)}")
-
-    def features_of(self, images: tuple[StepImage, ...]) -> jax.Array:
-        """The features for a step with these images; dispatches their computation."""
-        for place in images:
-            image = place.image
-            num_patches, width = image.pixels.shape
-            size = min(size for size in self._encoders if size >= num_patches)
-            pixels = np.zeros((size, width), np.uint8)
-            pixels[:num_patches] = image.pixels
-            rows = self._encoders[size](
-                self._parameters,
-                jax.device_put(pixels, self._pixels_sharding),
-                self._numbers(image.patch_rows, image.patch_cols),
-            )
-            where = self._numbers(place.token_index, image.num_tokens)
-            self.features = self._insert(self.features, rows, where)
-        return self.features
-
-    def _numbers(self, *values: int) -> jax.Array:
-        return jax.device_put(np.array(values, np.int32), self._sharding)
 
 
 def _check_replay(config: ModelConfig, topology: Topology, replay: ReplayRule) -> None:

@@ -3,6 +3,10 @@ them. Method: prompts in chunks, then token by token through the paged cache, al
 batch with scattered blocks and reused slots, against the golden logits and greedy tokens.
 """
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import pytest
 
 from deepinfer_jax.batch import StepShape, pack
 from deepinfer_jax.cache import KVCache
-from deepinfer_jax.steps import compile_steps
+from deepinfer_jax.steps import compile_programs, compile_step
 from tests.deepinfer_jax import golden_model
 
 SHAPE = golden_model.PASS_SHAPE
@@ -90,9 +94,11 @@ def test_compiled_steps_give_the_golden_greedy_tokens(golden: Path, cache_format
     prefill = StepShape(num_rows=2, num_tokens=16, num_blocks=1, samples_every_token=False)
     decode = StepShape(num_rows=2, num_tokens=2, num_blocks=1, samples_every_token=True)
     progress: list[tuple[int, int]] = []
-    steps = compile_steps(
-        model, [prefill, decode, prefill], weights, cache, lambda *p: progress.append(p)
-    )
+    programs = {
+        shape.name: partial(compile_step, model, shape, weights, cache)
+        for shape in (prefill, decode)
+    }
+    steps = compile_programs(programs, lambda *p: progress.append(p))
     assert progress == [(1, 2), (2, 2)]
     given = cache.rings[0]
     # The prompt in two chunks as the second row, behind a row of other company.
@@ -109,11 +115,29 @@ def test_compiled_steps_give_the_golden_greedy_tokens(golden: Path, cache_format
     np.testing.assert_array_equal(received, expected)
 
 
+def test_programs_are_compiled_side_by_side() -> None:
+    both = threading.Barrier(2, timeout=10)
+    open_now: list[str] = []
+    seen: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def watch(name: str) -> Iterator[None]:
+        open_now.append(name)
+        yield
+        seen.append(sorted(open_now))
+
+    # Each waits for the other one, so one after the other would never end.
+    programs = {"a": both.wait, "b": both.wait, "c": lambda: "compiled"}
+    compiled = compile_programs(programs, watch=watch)
+    assert compiled.keys() == {"a", "b", "c"} and compiled["c"] == "compiled"
+    assert seen[0] == ["a", "b"]
+
+
 def _call(
     steps: Any, shape: StepShape, rows: Any, weights: Any, cache: KVCache
 ) -> tuple[np.ndarray, KVCache]:
     buffer = jnp.asarray(pack(golden_model.batch_arrays(shape, rows), shape))
-    tokens, cache = steps[shape](weights, buffer, cache)
+    tokens, cache = steps[shape.name](weights, buffer, cache)
     return np.asarray(tokens), cache
 
 

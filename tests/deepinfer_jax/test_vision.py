@@ -19,6 +19,8 @@ from deepinfer_jax.config import ModelConfig, VisionConfig
 from deepinfer_jax.model import forward, logits
 from deepinfer_jax.parameters import VisionParameters
 from deepinfer_jax.precision import Precision
+from sharding.mesh import DeviceMesh
+from sharding.plan import load_plan
 from tests.deepinfer_jax import golden_model
 
 _FLOAT = Precision(jnp.float32)
@@ -174,6 +176,28 @@ def test_compiled_steps_run_and_take_no_other_shape() -> None:
     np.testing.assert_array_equal(features[3:17], rows[:14])
     with pytest.raises(TypeError):
         encoder(parameters, jnp.asarray(pixels[:68]), grid)
+
+
+def test_images_are_added_where_the_step_looks_for_them() -> None:
+    config, parameters = _load()
+    mesh = DeviceMesh.of(load_plan("single"))
+    images = vision.ImageEncoder(config, _FLOAT, parameters, mesh, 40)
+    programs = images.programs()
+    assert list(programs) == ["image_p138", "image_p275", "image_p1024", "image_insert"]
+    images.compiled = {name: programs[name]() for name in ("image_p138", "image_insert")}
+    rng = np.random.default_rng(4)
+    # 6 x 6 patches make 2 x 2 cells, a span of 8 tokens.
+    pictures = [rng.integers(0, 256, (36, _PIXELS)).astype(np.uint8) for _ in range(2)]
+    images.add(pictures[0], (6, 6), (3, 8))
+    images.add(pictures[1], (6, 6), (20, 8))
+    for picture, first in zip(pictures, (3, 20), strict=True):
+        padded = np.zeros((138, _PIXELS), np.uint8)
+        padded[:36] = picture
+        grid = jnp.array([6, 6])
+        expected = _jitted(vision.encode_image)(parameters, jnp.asarray(padded), grid)
+        found = images.features[first : first + 8]
+        np.testing.assert_allclose(found, expected[:8], rtol=0, atol=1e-5)
+    assert not np.any(np.asarray(images.features)[11:20])
 
 
 def test_a_model_without_encoder_is_refused() -> None:

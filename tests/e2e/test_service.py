@@ -59,7 +59,8 @@ def is_idle(server: ServerProcess) -> bool:
 
 def test_start_up_reports_model_progress_and_a_command(server: ServerProcess) -> None:
     text = "\n".join(server.lines)
-    assert "compiling steps: 2 of 2" in text and "loading tiny-v41" in text
+    # Two steps, three image sizes, and what moves images, counts and states.
+    assert "compiling: 8 of 8 programs" in text and "loading tiny-v41" in text
     assert f"Serving {server.url}/v1" in text and f"curl {server.url}/v1/chat/completions" in text
 
 

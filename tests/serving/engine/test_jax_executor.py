@@ -4,7 +4,7 @@ events.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 from deepinfer_jax.reports import ReportedResult
 from serving.cluster import ModelFacts
+from serving.core import decode_scheduler
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.cost import PrefillSample
 from serving.core.grammar import GrammarCompiler
@@ -66,10 +67,10 @@ DRAFT_BUCKETS = BucketTable(
 
 @pytest.fixture(scope="module")
 def drafting_executor() -> JaxExecutor:
-    """The same with drafts, and rows that share room for them."""
+    """The same with drafts, rows that share room for them, and a cache that rounds nothing."""
     plan = load_plan("single")
     slots = 5 + NUM_SNAPSHOTS
-    return JaxExecutor(DIRECTORY, "kvq", DRAFT_BUCKETS, 12, slots, plan, has_drafts=True)
+    return JaxExecutor(DIRECTORY, "noq", DRAFT_BUCKETS, 12, slots, plan, has_drafts=True)
 
 
 @pytest.fixture
@@ -248,22 +249,41 @@ def test_verified_drafts_give_the_greedy_tokens(
         assert len(status.num_verified) == len(status.num_accepted) == 5
         assert all(a <= v for a, v in zip(status.num_accepted, status.num_verified, strict=True))
         assert 0 < status.num_verified[4] < status.num_verified[0]
-    assert outputs[0]["greedy"] == data["tokens_kvq"].tolist()
+    assert outputs[0]["greedy"] == data["tokens_noq"].tolist()
     assert outputs[1] == outputs[0]
+
+
+def _deltas(
+    engine: Engine, executor: JaxExecutor, num_verified: Counter[int] | None = None
+) -> dict[str, list[TokenDelta]]:
+    """All deltas by request; counts the drafts in plans by the number of their sequence."""
+    deltas: dict[str, list[TokenDelta]] = {}
+    while engine.has_work:
+        while (plan := engine.plan()) is not None:
+            executor.submit(plan)
+            if num_verified is not None and plan.kind is StepKind.DECODE:
+                num_verified.update(dict(zip(plan.sequence_ids, plan.num_tokens - 1, strict=True)))
+        for delta in engine.commit(executor.collect()):
+            deltas.setdefault(delta.request_id, []).append(delta)
+    return deltas
 
 
 @pytest.mark.parametrize("in_flight_max", [1, 2])
 def test_drafts_change_neither_constrained_texts_nor_log_probabilities(
-    executor: JaxExecutor, drafting_executor: JaxExecutor, in_flight_max: int
+    drafting_executor: JaxExecutor, in_flight_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = executor.model_config
+    config = drafting_executor.model_config
     assert config.eos_token_id is not None
     tokenizer = (DIRECTORY / "tokenizer.json").read_text(encoding="utf-8")
     grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_id)
     sampling = SamplingParams(max_tokens=60, temperature=0.0, logprobs=20)
     found: list[dict[str, list[TokenDelta]]] = []
-    for device, buckets in ((executor, BUCKETS), (drafting_executor, DRAFT_BUCKETS)):
-        engine = _engine(device, in_flight_max=in_flight_max, buckets=buckets)
+    num_verified = Counter[int]()
+    for verifies in (True, False):
+        if not verifies:
+            ones = lambda table, buckets, rows, *_: np.ones(len(rows), np.int32)  # noqa: E731
+            monkeypatch.setattr(decode_scheduler, "choose_lengths", ones)
+        engine = _engine(drafting_executor, in_flight_max=in_flight_max, buckets=DRAFT_BUCKETS)
         for name, pattern in (("a", "[ -~]{40}"), ("b", "([a-f]{3}|[0-9]+-)*x"), ("c", None)):
             constraint = grammar = None
             if pattern is not None:
@@ -271,16 +291,13 @@ def test_drafts_change_neither_constrained_texts_nor_log_probabilities(
                 grammar = grammars.compile(constraint)
             request = Request(name, (5, 6, 7, ord(name)), sampling, constraint=constraint)
             engine.admit(request, grammar)
-        deltas: dict[str, list[TokenDelta]] = {}
-        while engine.has_work:
-            for delta in run_step(engine, device):
-                deltas.setdefault(delta.request_id, []).append(delta)
-        found.append(deltas)
-    print(engine.status())
+        found.append(_deltas(engine, drafting_executor, num_verified if verifies else None))
+        assert (sum(engine.status().num_accepted) > 0) == verifies
+    assert min(num_verified[number] for number in range(3)) > 0
     for name in "abc":
-        plain, drafted = ([t for d in one[name] for t in d.token_ids] for one in found)
+        drafted, plain = ([t for d in one[name] for t in d.token_ids] for one in found)
         assert plain == drafted
-        before, after = ([entry for d in one[name] for entry in d.logprobs] for one in found)
+        after, before = ([entry for d in one[name] for entry in d.logprobs] for one in found)
         assert len(before) == len(after) == len(plain)
         for one, other in zip(before, after, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
