@@ -42,9 +42,9 @@ def add_tokens(
         is_stopped = ends_by_token is not None and ends_by_token[index]
         reasons[index] = FinishReason.STOP if is_stopped else FinishReason.LENGTH
     flat = tuple(tokens[np.arange(tokens.shape[1]) < num_kept[:, None]].tolist())
-    stops = np.cumsum(num_kept)
-    added = list(map(flat.__getitem__, map(slice, (stops - num_kept).tolist(), stops.tolist())))
-    deque(map(list[int].extend, table.outputs[rows], added), maxlen=0)
+    stops = np.cumsum(num_kept).tolist()
+    added = [flat[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+    deque(map(list[int].extend, table.outputs[rows].tolist(), added), maxlen=0)
     deltas = list(
         map(
             TokenDelta,

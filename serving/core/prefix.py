@@ -41,6 +41,7 @@ PrefixKey = bytes
 """16 bytes that name a prefix up to a block boundary."""
 
 _KEY_SIZE = 16
+_TOKEN = np.dtype("<i4")
 
 
 def root_key(fingerprint: bytes, salt: str) -> PrefixKey:
@@ -63,7 +64,7 @@ def next_key(
             digests of the images that reach into the block are part of the key.
     """
     digest = hashlib.sha256(key)
-    digest.update(np.ascontiguousarray(token_ids, "<i4").tobytes())
+    digest.update(token_ids.astype(_TOKEN, copy=False).tobytes())
     for image in images:
         if image.start < start + len(token_ids) and image.stop > start:
             digest.update((image.start - start).to_bytes(8, "little", signed=True))

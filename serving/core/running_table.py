@@ -414,12 +414,12 @@ class RunningTable:
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is empty"
         num_full = int(self.num_computed[row]) // self.block_size
-        keys = sequence.keys(num_full, self.block_size)
+        sequence.extend_keys(num_full, self.block_size)
         for index in range(int(self.num_named[row]), num_full):
-            block = int(self.block_tables[row, index])
-            present = self.prefixes.block(keys[index])
+            block, key = int(self.block_tables[row, index]), sequence.prefix_keys[index]
+            present = self.prefixes.block(key)
             if present is None:
-                self.prefixes.name(keys[index], block)
+                self.prefixes.name(key, block)
                 self.blocks.name(block)
             else:
                 self.blocks.hold([present])

@@ -106,17 +106,24 @@ class Sequence:
         prompt_length = len(self.prompt)
         if stop <= prompt_length:
             return self.prompt[start:stop]
-        output = self.output_token_ids[max(start - prompt_length, 0) : stop - prompt_length]
-        return np.concatenate([self.prompt[start:], np.array(output, np.int32)])
+        first = max(start - prompt_length, 0)
+        output = np.array(self.output_token_ids[first : stop - prompt_length], np.int32)
+        if start >= prompt_length:
+            return output
+        return np.concatenate([self.prompt[start:], output])
 
     def keys(self, num_blocks: int, block_size: int) -> list[PrefixKey]:
         """Keys of the first `num_blocks` blocks, whose tokens must all be known."""
+        self.extend_keys(num_blocks, block_size)
+        return self.prefix_keys[:num_blocks]
+
+    def extend_keys(self, num_blocks: int, block_size: int) -> None:
+        """Make `prefix_keys` hold at least so many; a copy of them all would cost long texts."""
         for index in range(len(self.prefix_keys), num_blocks):
             start = index * block_size
             before = self.prefix_keys[-1] if self.prefix_keys else self.root_key
             token_ids = self.tokens(start, start + block_size)
             self.prefix_keys.append(next_key(before, token_ids, start, self.request.images))
-        return self.prefix_keys[:num_blocks]
 
     def move_to(self, status: SequenceStatus) -> None:
         """Change the status; an illegal change is a defect of the engine."""

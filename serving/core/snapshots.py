@@ -10,16 +10,15 @@ taken back. One step passes a boundary by fewer.
 """
 
 from collections import deque
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from serving.core.running_table import RunningTable
 from serving.core.step_plan import no_copies
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(msgspec.Struct, frozen=True, gc=False):
     """`slot` will hold the state of the sequence at `row` as it is after `num_blocks` blocks."""
 
     step_index: int
@@ -85,7 +84,8 @@ class SnapshotCopies:
         if sequence is None or not is_passed:
             table.prefixes.return_slot(copy.slot)
             return
-        key = sequence.keys(copy.num_blocks, table.block_size)[-1]
+        sequence.extend_keys(copy.num_blocks, table.block_size)
+        key = sequence.prefix_keys[copy.num_blocks - 1]
         tail_start = sequence.tail_start if boundary > sequence.tail_start else None
         if not table.prefixes.keep_snapshot(key, copy.slot, tail_start):
             return

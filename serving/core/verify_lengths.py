@@ -95,7 +95,8 @@ def total_rows(rates: np.ndarray, num_drafts: np.ndarray, cost: StepCost | None)
         ValueError: even one row for each sequence is more than the largest size.
     """
     num_sequences = len(rates)
-    usable = rates[_is_draft(rates, num_drafts)]
+    is_whole = (num_drafts >= rates.shape[1]).all()
+    usable = rates.reshape(-1) if is_whole else rates[_is_draft(rates, num_drafts)]
     if cost is None:
         return num_sequences + len(usable)
     if num_sequences > cost.sizes[-1]:
@@ -103,14 +104,15 @@ def total_rows(rates: np.ndarray, num_drafts: np.ndarray, cost: StepCost | None)
             f"{num_sequences} sequences; expected at most {cost.sizes[-1]}, the largest size of "
             "the cost table"
         )
-    gains = np.cumsum(np.sort(usable)[::-1])
+    best = np.sort(usable)[::-1]
     # Between two sizes the time is that of the larger one and the gain grows, so that only the
     # ends of the stairs, and the last draft that gains anything, can be best.
     last = num_sequences + len(usable)
     ends = {min(max(size, num_sequences), last) for size in cost.sizes}
-    num_gaining = int(np.count_nonzero(usable > 0))
+    num_gaining = np.count_nonzero(best > 0)
     totals = np.array(sorted({num_sequences, num_sequences + num_gaining, *ends}))
-    expected_tokens = num_sequences + np.concatenate(([0.0], gains))[totals - num_sequences]
+    gains = np.concatenate(([0.0], np.cumsum(best)))
+    expected_tokens = num_sequences + gains[totals - num_sequences]
     return int(totals[np.argmax(expected_tokens / cost.predict_ms(totals))])
 
 

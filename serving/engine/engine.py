@@ -36,6 +36,7 @@ from serving.core.admission import (
 )
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.cost_correction import CostCorrection
+from serving.core.draft_counts import DraftCounts
 from serving.core.forking import ForkGroups
 from serving.core.grammar import Grammar
 from serving.core.hand_off import HandedContext, HandOffs
@@ -132,8 +133,7 @@ class Engine:
         self._step_ms = step_ms or {}
         self._correction = CostCorrection(self._step_ms)
         self._prefill_budget = prefill_budget
-        self._num_verified = np.zeros(limits.num_drafts, np.int64)
-        self._num_accepted = np.zeros(limits.num_drafts, np.int64)
+        self._draft_counts = DraftCounts(limits.num_drafts)
         self._length_max = length_max(limits)
         self._replay = limits.replay
         self._table = RunningTable(
@@ -278,7 +278,7 @@ class Engine:
             is_sampled = table.num_tokens[rows] == num_computed
         else:
             table.num_scheduled[rows] += num_kept - counts
-            self._count_drafts(counts - 1, num_kept - 1)
+            self._draft_counts.add(counts - 1, num_kept - 1)
             num_computed = table.num_computed[rows] + num_kept
         if result.confidences is not None:
             table.add_confidences(rows, result.confidences[running])
@@ -321,8 +321,8 @@ class Engine:
             num_preemptions=self._num_preemptions,
             num_cached_blocks=table.blocks.num_free_named,
             num_snapshots=table.prefixes.num_used_snapshots,
-            num_verified=tuple(self._num_verified.tolist()),
-            num_accepted=tuple(self._num_accepted.tolist()),
+            num_verified=self._draft_counts.verified,
+            num_accepted=self._draft_counts.accepted,
             slope_ms=self._correction.slope_ms,
         )
 
@@ -424,16 +424,6 @@ class Engine:
             ),
             tail=tail,
         )
-
-    def _count_drafts(self, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
-        num_drafts = self.limits.num_drafts
-        for total, counts in (
-            (self._num_verified, num_verified),
-            (self._num_accepted, num_accepted),
-        ):
-            # How many counts exceed each place: those of the histogram behind it.
-            behind = np.cumsum(np.bincount(counts, minlength=num_drafts + 1)[::-1])[::-1]
-            total += behind[1:]
 
     def _take_prompts(
         self, plan: StepPlan, result: StepResult, is_running: np.ndarray
