@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.history import TokenHistory
-from pallas_kernels.scaled_array import FP4_ROW32, FP8_32, FP8_BLOCK32, NVFP4_16, Format, encode
+from pallas_kernels.scaled_array import (
+    FP4_ROW32,
+    FP8_32,
+    FP8_BLOCK32,
+    MXFP4_32,
+    NVFP4_16,
+    Format,
+    encode,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the operation."""
@@ -153,10 +161,44 @@ def _sparse_attention(
     return args, {"window": window, "scale": width**-0.5}
 
 
+def _index_topk(
+    key: jax.Array,
+    visible: tuple[int, ...],
+    k: int,
+    context: int,
+    num_blocks: int,
+    entries_per_block: int = 64,
+    num_candidates: int = 0,
+    num_candidate_blocks: int = 0,
+) -> Arguments:
+    """`visible`: entries that each token sees, of its own row. Scores are exact in float32 in any
+    order of summation, and many are equal, so the choice is the same for every implementation."""
+    keys = jax.random.split(key, 6)
+    num_tokens, heads, width = len(visible), 32, 128
+    q = encode(jnp.round(jax.random.normal(keys[0], (num_tokens, heads, width))), MXFP4_32)
+    shape = (num_blocks, entries_per_block, width)
+    stored = encode(jnp.round(jax.random.normal(keys[1], shape)), MXFP4_32)
+    weight = jax.random.randint(keys[2], (num_tokens, heads), -4, 12) / 64
+    table = jax.random.randint(
+        keys[3], (num_tokens, -(-context // entries_per_block)), 0, num_blocks
+    )
+    args: tuple[Any, ...] = (q, weight, stored, table.astype(jnp.int32))
+    args += (jnp.arange(num_tokens, dtype=jnp.int32), jnp.asarray(visible, jnp.int32))
+    sizes = {"k": k, "candidate_block_size": 8, "num_candidate_blocks": num_candidate_blocks}
+    if num_candidates:
+        order = jnp.argsort(jax.random.uniform(keys[4], (num_tokens, -(-context // 8))), axis=1)
+        inside = order[:, :num_candidates]
+        inside = jnp.where(inside * 8 < args[5][:, None], inside, context)
+        inside = jnp.sort(inside, axis=1).astype(jnp.int32)
+        args += (jnp.where(inside < context, inside, -1),)
+    return args, sizes
+
+
 _BUILDERS: dict[str, Callable[..., Arguments]] = {
     "scaled_matmul": _scaled_matmul,
     "grouped_matmul": _grouped_matmul,
     "sparse_attention": _sparse_attention,
+    "index_topk": _index_topk,
 }
 
 
@@ -164,6 +206,7 @@ _TOKEN_ARGUMENTS = {
     "scaled_matmul": (0,),
     "grouped_matmul": (0, 1, 2),
     "sparse_attention": (0, 2, 3, 5),
+    "index_topk": (0, 1, 4, 5, 6),
 }
 """Which positional arguments have a row for each token."""
 
@@ -190,6 +233,13 @@ def _attention(
     return Case("sparse_attention", name, tag, sizes | more)
 
 
+def _index(
+    name: str, tag: str, visible: list[int], k: int, context: int, num_blocks: int, **more: Any
+) -> Case:
+    sizes = {"visible": tuple(visible), "k": k, "context": context, "num_blocks": num_blocks}
+    return Case("index_topk", name, tag, sizes | more)
+
+
 _POOL = {"num_blocks": 8192, "entries_per_block": 64}
 _TINY, _REAL = (5, 2, 128, 64), (384, 6, 5120, 2304)
 
@@ -213,6 +263,32 @@ CASES: tuple[Case, ...] = (
     _attention("window_of_two_tiles", "quick", [(70, 1)], 66, 0),
     _attention("entries_of_three_tiles", "quick", [(3, 1)], 3, 150, absent_tokens=0),
     _attention("no_tokens", "quick", [], 5, 7),
+    _index("two_rows", "quick", [0, 100], 5, 128, 4, num_candidate_blocks=3),
+    _index("inside_candidates", "quick", [77], 6, 128, 3, num_candidates=9),
+    _index("ties_over_two_chunks", "quick", [4100], 5, 4160, 3, num_candidate_blocks=2),
+    _index("fewer_than_wanted", "quick", [3], 8, 64, 2),
+    _index("no_tokens", "quick", [], 5, 64, 2, num_candidate_blocks=3),
+    _index(
+        "decode_full",
+        "model",
+        [65536] * 32,
+        512,
+        65536,
+        8192,
+        entries_per_block=128,
+        num_candidate_blocks=2048,
+    ),
+    _index("decode_ratio_2", "model", [32768] * 32, 512, 32768, 8192),
+    _index(
+        "decode_reindex",
+        "model",
+        [65536] * 32,
+        512,
+        65536,
+        8192,
+        entries_per_block=128,
+        num_candidates=2048,
+    ),
     _attention("decode", "model", [(32768, 2)] * 32, 128, 512, **_POOL),
     _attention("decode_window", "model", [(32768, 2)] * 32, 128, 0),
     _attention("prefill", "model", [(32768, 1024)], 128, 512, **_POOL),

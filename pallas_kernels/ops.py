@@ -22,6 +22,7 @@ from pallas_kernels.checks import (
 from pallas_kernels.history import TokenHistory
 from pallas_kernels.mix import Mix
 from pallas_kernels.mosaic import grouped_matmul as _grouped_matmul_sm90
+from pallas_kernels.mosaic import index_topk as _index_topk_sm90
 from pallas_kernels.mosaic import scaled_matmul as _scaled_matmul_sm90
 from pallas_kernels.mosaic import sparse_attention as _sparse_attention_sm90
 from pallas_kernels.reference import cache_append as _cache_append
@@ -260,6 +261,7 @@ def index_topk(
     k: int,
     candidate_block_size: int = 1,
     num_candidate_blocks: int = 0,
+    implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
     """The best `k` entries of each token by `sum_h w_h * max(0, q_h . key)`, ascending, then -1.
 
@@ -270,7 +272,7 @@ def index_topk(
         keys: [num_blocks, entries_per_block, D].
         block_table: [R, B] int32.  row: [T] int32, row of each token.
         num_visible: [T] int32, entries that the token may see.
-        candidates: [T, C] int32 candidate blocks to stay inside (-1 names none), or None.
+        candidates: [T, C] int32 candidate blocks to stay inside, ascending, then -1, or None.
         candidate_block_size: entries in a candidate block.
         num_candidate_blocks: if not 0, also return that many candidate blocks per token: those
             of the best scores, the block of the newest visible entry always among them. The
@@ -293,7 +295,11 @@ def index_topk(
     if candidates is not None:
         fits = candidates.ndim == 2 and candidates.shape[0] == q.shape[0]
         expect(fits, "candidates", candidates.shape, f"[{q.shape[0]}, C]")
-    return _index_topk.index_topk(
+    return run(
+        "index_topk",
+        implementation,
+        {"sm90": _index_topk_sm90.index_topk},
+        _index_topk.index_topk,
         q,
         head_weight,
         keys,

@@ -80,8 +80,27 @@ def _sparse_attention(
     return Cost(tokens * (gathered + passed), num_flops)
 
 
+def _index_topk(
+    visible: tuple[int, ...],
+    k: int,
+    context: int,
+    num_blocks: int,
+    entries_per_block: int = 64,
+    num_candidates: int = 0,
+    num_candidate_blocks: int = 0,
+) -> Cost:
+    """Counts the keys of every token apart, as in a decode step of one row each."""
+    del context, num_blocks, entries_per_block
+    heads, width = 32, 128
+    scored = sum(min(n, 8 * num_candidates) if num_candidates else n for n in visible)
+    passed = 2 * heads * width + 4 * (heads + k + num_candidates + num_candidate_blocks)
+    num_bytes = _packed_bytes(scored * width, 4, 32) + len(visible) * passed
+    return Cost(num_bytes, 2 * heads * width * scored)
+
+
 _COSTS: dict[str, Callable[..., Cost]] = {
     "scaled_matmul": _scaled_matmul,
     "grouped_matmul": _grouped_matmul,
     "sparse_attention": _sparse_attention,
+    "index_topk": _index_topk,
 }

@@ -77,7 +77,9 @@ def best_blocks(
     num_tokens, num_entries = scores.shape
     padding = -num_entries % block_size
     scores = jnp.pad(scores, ((0, 0), (0, padding)), constant_values=-jnp.inf)
-    best = jnp.max(scores.reshape(num_tokens, -1, block_size), axis=-1)
+    best = jnp.max(
+        scores.reshape(num_tokens, (num_entries + padding) // block_size, block_size), axis=-1
+    )
     newest = (num_visible - 1) // block_size
     is_newest = jnp.arange(best.shape[1])[None, :] == newest[:, None]
     forced = is_newest & (num_visible > 0)[:, None]

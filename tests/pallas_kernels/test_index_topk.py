@@ -3,6 +3,7 @@ Method: golden candidate blocks; a float64 oracle that scores and sorts one toke
 are small integers, so scores are exact and ties frequent; unused places hold NaN.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ops
+from pallas_kernels import cases, ops
 from pallas_kernels.reference import index_topk as reference
 from pallas_kernels.scaled_array import MXFP4_32, decode, encode
+from tests.pallas_kernels.interpreted import TIME_LIMIT, check_case, quick
 
 PER_BLOCK = 3
 TABLES = np.array([[4, 1, 6, 2], [5, 3, 0, 0]], np.int32)
@@ -154,3 +156,32 @@ def test_a_large_step_is_scored_in_parts(case: Case, monkeypatch: pytest.MonkeyP
     assert found == [best(case.scores(t), 5) for t in range(7)]
     program = jax.make_jaxpr(lambda q: index_topk(q, *case.others(), k=6))(case.q)
     assert "scan" in str(program)
+
+
+@TIME_LIMIT
+@quick("index_topk")
+def test_the_kernel_gives_what_the_reference_gives(case: cases.Case) -> None:
+    check_case(case)
+
+
+def test_no_tokens_choose_nothing() -> None:
+    case = next(c for c in cases.find("index_topk", "quick") if c.name == "no_tokens")
+    args, sizes = case.arguments(jax.random.key(0))
+    entries, made = ops.index_topk(*args, implementation="reference", **sizes)
+    assert made is not None
+    assert entries.shape == (0, 5) and made.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"k": 600}, "600 entries and 3 blocks are wanted"),
+        ({"candidate_block_size": 4}, "candidate blocks hold 4 entries; expected 8"),
+    ],
+)
+def test_the_kernel_refuses_what_it_does_not_cover(changes: dict[str, int], reason: str) -> None:
+    case = next(c for c in cases.find("index_topk", "quick") if c.name == "two_rows")
+    args, sizes = case.abstract()
+    with pytest.raises(NotImplementedError, match=reason):
+        kernel = functools.partial(ops.index_topk, implementation="interpret", **sizes | changes)
+        jax.eval_shape(kernel, *args)

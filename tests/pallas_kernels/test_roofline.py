@@ -30,6 +30,15 @@ def test_attention_reads_each_gathered_row_once_for_all_heads() -> None:
     assert cost.num_flops == 5 * 64 * 640 * 512 * 4
 
 
+def test_keys_are_read_once_and_only_inside_candidates() -> None:
+    sizes = {"visible": (1000, 64), "k": 4, "context": 1024, "num_blocks": 8}
+    passed = 2 * (2 * 32 * 128 + 4 * (32 + 4))
+    cost = roofline.cost(Case("index_topk", "x", "quick", sizes))
+    assert cost == roofline.Cost(1064 * 68 + passed, 2 * 32 * 128 * 1064)
+    inside = roofline.cost(Case("index_topk", "x", "quick", sizes | {"num_candidates": 10}))
+    assert inside.num_flops == 2 * 32 * 128 * (80 + 64)
+
+
 def test_the_bound_is_the_slower_of_memory_and_arithmetic() -> None:
     memory = roofline.Cost(4_800_000, 1)
     assert abs(memory.bound_us(H200) - 1.0) < 1e-9
