@@ -193,9 +193,7 @@ class _Service:
         status = await self._gateway.status()
         if status is None:
             raise unavailable("The worker does not answer")
-        return _json(
-            {"failure": status.failure, "engine": status.engine, "programs": status.programs}
-        )
+        return _json(operators.status_of(status, self._gateway, self._accounting.queue.num_waiting))
 
     async def profile(self, request: HttpRequest) -> Response:
         """Traces the next steps; the answer comes when the trace is written."""

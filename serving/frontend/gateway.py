@@ -211,6 +211,16 @@ class Gateway:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def worker(self) -> NodeId:
+        """Where requests go."""
+        return self._worker
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way."""
+        return len(self._open)
+
     def open(self, requests: Sequence[Request]) -> TokenStream:
         """Submits the requests of one call.
 

@@ -18,6 +18,7 @@ from serving.core.profiling import (
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, unavailable
 from serving.frontend.gateway import Gateway
+from serving.nodes.messages import WorkerStatus
 
 _TIMEOUT_S = 60.0
 
@@ -47,6 +48,30 @@ def check_operator(client: Address | None) -> None:
             f"Only callers on the server's machine may do that; this call came from {host!r}",
             code="not_the_operator",
         )
+
+
+def status_of(status: WorkerStatus, gateway: Gateway, num_queued: int) -> dict[str, Any]:
+    """What the nodes of this process and the KV tiers hold; `num_queued` calls wait in front."""
+    engine = status.engine
+    worker = {
+        "name": str(gateway.worker),
+        "state": "serving" if status.failure is None else "failed",
+        "running": engine.num_running,
+        "waiting": engine.num_waiting,
+    }
+    front = {
+        "name": str(gateway.node_id),
+        "state": "draining" if gateway.is_draining else "serving",
+        "running": gateway.num_open,
+        "waiting": num_queued,
+    }
+    return {
+        "failure": status.failure,
+        "nodes": [front, worker],
+        "engine": engine,
+        "tiers": status.offload,
+        "programs": status.programs,
+    }
 
 
 async def capture_profile(raw: bytes, gateway: Gateway) -> dict[str, Any]:

@@ -129,7 +129,9 @@ byId("ask").addEventListener("submit", async (event) => {
       content = [{ type: "text", text }, { type: "image_url", image_url: { url } }];
     }
     messages.push({ role: "user", content });
-    byId("ask").reset();
+    // Not the whole form: what else was chosen holds for this answer and the next.
+    byId("text").value = "";
+    byId("image").value = "";
     await answer();
   } catch (error) {
     messages.length = numBefore;
@@ -147,7 +149,7 @@ byId("clear").addEventListener("click", () => {
 // Server
 
 const NUM_POINTS = 120;
-const PERIOD_MS = 2000;
+const PERIOD_MS = 1000;
 const series = new Map();
 let previous = null;
 
@@ -203,15 +205,79 @@ function show(now, timeMs) {
     plot("Prompt reused", 100 * cached, "%", 1);
     const first = "deepinfer_time_to_first_token_seconds";
     plot("First token after", 1000 * ratio(now, `${first}_sum`, `${first}_count`), "ms", 1);
+    const gap = "deepinfer_inter_token_latency_seconds";
+    plot("Between tokens", 1000 * ratio(now, `${gap}_sum`, `${gap}_count`), "ms", 1);
   }
   previous = { values: now, timeMs };
+}
+
+function fill(id, heads, rows) {
+  const line = (kind, cells) => {
+    const row = document.createElement("tr");
+    for (const text of cells) {
+      const cell = document.createElement(kind);
+      cell.textContent = text;
+      row.append(cell);
+    }
+    return row;
+  };
+  byId(id).replaceChildren(line("th", heads), ...rows.map((cells) => line("td", cells)));
+}
+
+function showNodes({ nodes, engine, tiers }) {
+  fill(
+    "nodes",
+    ["node", "state", "running", "waiting"],
+    nodes.map((node) => [node.name, node.state, node.running, node.waiting]),
+  );
+  const held = engine.num_blocks - engine.num_free_blocks;
+  const rows = [
+    ["device: held by requests", `${held} of ${engine.num_blocks} blocks`],
+    ["device: kept for later prompts", `${engine.num_cached_blocks} blocks`],
+    ["device: places to go on from", `${engine.num_snapshots}`],
+  ];
+  if (tiers) {
+    const asked = tiers.num_hits + tiers.num_misses + tiers.num_faults + tiers.num_late;
+    const share = asked ? ` (${((100 * tiers.num_hits) / asked).toFixed(1)} %)` : "";
+    rows.push(
+      ["host and disk: hits", `${tiers.num_hits} of ${asked} requests${share}`],
+      ["host and disk: fetched", `${tiers.num_fetched_blocks} blocks`],
+      ["host and disk: stored", `${tiers.num_stored_blocks} blocks`],
+    );
+  }
+  fill("tiers", ["where", "how much"], rows);
+}
+
+function showTenants(now) {
+  const rows = new Map();
+  const pattern = /^deepinfer_tenant_(\w+)_total\{tenant="(.*)"\}$/;
+  for (const [name, value] of now) {
+    const found = pattern.exec(name);
+    if (!found) continue;
+    if (!rows.has(found[2])) rows.set(found[2], new Map());
+    rows.get(found[2]).set(found[1], value);
+  }
+  fill(
+    "tenants",
+    ["tenant", "calls", "refused", "prompt", "reused", "generated"],
+    [...rows].map(([tenant, of]) => [
+      tenant,
+      ...["calls", "refused", "prompt_tokens", "cached_tokens", "generated_tokens"].map(
+        (name) => of.get(name) || 0,
+      ),
+    ]),
+  );
 }
 
 async function look() {
   try {
     const response = await fetch("/metrics", { headers: headers() });
     if (response.ok) {
-      show(parse(await response.text()), performance.now());
+      const now = parse(await response.text());
+      show(now, performance.now());
+      showTenants(now);
+      const status = await fetch("/status", { headers: headers() });
+      if (status.ok) showNodes(await status.json());
       const ready = await fetch("/ready");
       byId("state").textContent = ready.ok ? "Ready" : await errorOf(ready);
     } else {
