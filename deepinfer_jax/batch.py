@@ -88,6 +88,8 @@ class StepBatch(NamedTuple):
         visible_starts: [R] int32, only with `StepShape.replay`: window entries and compressed
             entries of earlier positions are neither made nor, for windows, seen. A row begins up
             to three tokens before it, so that the n-grams of its first tokens are whole.
+        entry_starts: [R] int32, only with `StepShape.replay`: compressed entries of earlier
+            positions are there already and stay as they are, however much was visible here.
         tail_starts: [R] int32, only with `StepShape.replay`: the first position that the layers
             from the last KV source up compute; 0 for all.
     """
@@ -104,6 +106,7 @@ class StepBatch(NamedTuple):
     seed_low: jax.Array
     seed_high: jax.Array
     visible_starts: jax.Array | None = None
+    entry_starts: jax.Array | None = None
     tail_starts: jax.Array | None = None
 
     @property
@@ -148,7 +151,8 @@ def pack(arrays: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
 def fields(shape: StepShape) -> dict[str, tuple[tuple[int, ...], type]]:
     """Shape and 4-byte type of each field of a `StepBatch`, in the order they lie in a buffer."""
     rows, tokens = (shape.num_rows,), (shape.num_tokens,)
-    replay = {"visible_starts": (rows, np.int32), "tail_starts": (rows, np.int32)}
+    names = ("visible_starts", "entry_starts", "tail_starts")
+    replay = {name: (rows, np.int32) for name in names}
     return {
         "token_ids": (tokens, np.int32),
         "row_index": (tokens, np.int32),
@@ -198,12 +202,15 @@ class TokenView(NamedTuple):
         is_real: false for padding.
         history: position, first position of the row in this step, state slot.
         row_end: position after the row's last token of this step.
+        first_entry: position before which compressed entries are not written; None is that before
+            which nothing is visible.
     """
 
     row: jax.Array
     is_real: jax.Array
     history: TokenHistory
     row_end: jax.Array
+    first_entry: jax.Array | None = None
 
     @classmethod
     def of(cls, batch: StepBatch) -> "TokenView":
@@ -221,7 +228,11 @@ class TokenView(NamedTuple):
             slot=jnp.where(is_real, batch.slots[row], 0),
             first_visible=_row_value(batch.visible_starts, row),
         )
-        return cls(row, is_real, history, jnp.where(is_real, start + batch.num_tokens[row], 0))
+        row_end = jnp.where(is_real, start + batch.num_tokens[row], 0)
+        first_entry = None
+        if batch.entry_starts is not None:
+            first_entry = jnp.maximum(history.first_visible, batch.entry_starts[row])
+        return cls(row, is_real, history, row_end, first_entry)
 
 
 def tail_view(batch: StepBatch) -> TokenView:

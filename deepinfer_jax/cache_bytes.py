@@ -8,7 +8,7 @@ everything that `cache.copy_slots` copies.
 Bytes mean the same only under the same layout; `description` spells it out, for fingerprints.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,28 +81,33 @@ class PendingRead:
 class CacheTransfers:
     """Compiled reads and writes of blocks and states of one cache.
 
-    Blocks move `num_blocks` at a time; fewer are filled up with block 0, which belongs to padding.
-    Every call only dispatches. What is read is a copy, which later steps do not change; arrays
-    that are written are donated.
+    Blocks are read `num_blocks` at a time. Those to be written travel all at once, one array for
+    each layer group, in one of several compiled sizes. What is missing is filled up with block 0,
+    which belongs to padding. Every call only dispatches. What is read is a copy, which later steps
+    do not change; arrays that are written are donated.
 
     Args:
         cache: arrays, whose shapes and shardings all later ones have.
+        num_written_max: the most blocks of one write; `num_blocks` if that is more.
     """
 
-    def __init__(self, cache: KVCache, num_blocks: int) -> None:
+    def __init__(self, cache: KVCache, num_blocks: int, num_written_max: int = 0) -> None:
         self.num_blocks = num_blocks
         self.sizes = byte_sizes(cache)
-        blocks = jax.ShapeDtypeStruct((num_blocks,), jnp.int32)
+        self.write_sizes = sizes_up_to(num_blocks, num_written_max)
+        blocks = _numbers(num_blocks)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         groups = [_group(source) for source in cache.sources]
         self._read_blocks = jax.jit(_read_groups).lower(groups, blocks).compile()
         self._read_state = jax.jit(_read_row).lower(_state(cache), slot).compile()
         self._write_groups = [
-            _compile_write(group, blocks, (num_blocks, size))
+            {
+                count: _compile_write(group, _numbers(count), (count, size))
+                for count in self.write_sizes
+            }
             for group, size in zip(groups, self.sizes.groups, strict=True)
         ]
-        one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        self._write_state = _compile_write(_state(cache), one, (1, self.sizes.state))
+        self._write_state = _compile_write(_state(cache), _numbers(1), (1, self.sizes.state))
         rings, partials, classes, _ = _state(cache)
         start = _row_bytes((rings, partials))
         self._classes_place = start, _row_bytes(classes), classes.shape[1]
@@ -114,25 +119,39 @@ class CacheTransfers:
         jax.tree.map(lambda array: array.copy_to_host_async(), (calls, states))
         return PendingRead(calls, states, len(blocks), self.sizes)
 
-    def write(
-        self,
-        cache: KVCache,
-        blocks: np.ndarray,
-        groups: Sequence[np.ndarray],
-        slots: np.ndarray,
-        states: np.ndarray,
-    ) -> KVCache:
-        """The cache with other content in blocks [K] and slots [L] int32.
+    @property
+    def copies_wait(self) -> bool:
+        """Whether a copy to the device begins when all that was dispatched before it is over.
+
+        A GPU's runtime orders them so, because programs may still use the memory that a copy goes
+        to. On a CPU whoever asks for a copy makes it at once.
+        """
+        return jax.default_backend() != "cpu"
+
+    def put(self, data: np.ndarray) -> jax.Array:
+        """Begin to copy blocks [K, group bytes] uint8 of a layer group to the device, as one array.
+
+        Raises:
+            ValueError: more blocks than one write may have.
+        """
+        return jax.device_put(self._padded(data))
+
+    def write_group(self, cache: KVCache, group: int, blocks: np.ndarray, data: Any) -> KVCache:
+        """The cache with other content in the blocks [K] int32 of a layer group.
 
         Args:
-            groups: per layer group [K, bytes] uint8.
-            states: [L, bytes] uint8.
+            data: what `put` gave for them.
         """
-        for some, first in self._calls(blocks):
-            for index in range(len(self.sizes.groups)):
-                data = groups[index][first : first + self.num_blocks]
-                padding = ((0, self.num_blocks - len(data)), (0, 0))
-                cache = self.write_group(cache, index, some, np.pad(data, padding))
+        source = cache.sources[group]
+        places = jax.device_put(self._padded(blocks))
+        write = self._write_groups[group][len(places)]
+        entries, index_keys = write(_group(source), places, data)
+        sources = list(cache.sources)
+        sources[group] = SourceCache(entries, index_keys, source.partial)
+        return cache._replace(sources=tuple(sources))
+
+    def write_states(self, cache: KVCache, slots: np.ndarray, states: np.ndarray) -> KVCache:
+        """The cache with `states` [L, state bytes] uint8 in the slots [L] int32."""
         for slot, state in zip(slots.tolist(), states, strict=True):
             cache = self.write_state(cache, slot, state[None])
         return cache
@@ -158,17 +177,10 @@ class CacheTransfers:
         """The bytes [state bytes] uint8 of a slot."""
         return self._read_state(_state(cache), np.int32(slot))
 
-    def write_group(self, cache: KVCache, group: int, blocks: np.ndarray, data: Any) -> KVCache:
-        """The cache with `data` [N, group bytes] uint8 in the blocks [N] int32 of a layer group."""
-        source = cache.sources[group]
-        entries, index_keys = self._write_groups[group](_group(source), blocks, data)
-        sources = list(cache.sources)
-        sources[group] = SourceCache(entries, index_keys, source.partial)
-        return cache._replace(sources=tuple(sources))
-
     def write_state(self, cache: KVCache, slot: int, data: Any) -> KVCache:
         """The cache with `data` [1, state bytes] uint8 as the state in a slot."""
-        state = self._write_state(_state(cache), np.array([slot], np.int32), data)
+        where = jax.device_put(np.array([slot], np.int32))
+        state = self._write_state(_state(cache), where, jax.device_put(data))
         rings, partials, classes, draft_rings = state
         draft = cache.draft
         return cache._replace(
@@ -180,6 +192,30 @@ class CacheTransfers:
             classes=classes,
             draft=None if draft is None else draft._replace(rings=draft_rings),
         )
+
+    def _padded(self, rows: np.ndarray) -> np.ndarray:
+        """`rows` [K, ...] and zeros up to a compiled size."""
+        size = next((size for size in self.write_sizes if size >= len(rows)), None)
+        if size is None:
+            raise ValueError(
+                f"{len(rows)} blocks are to be written; expected at most {self.write_sizes[-1]}"
+            )
+        padded = np.zeros((size, *rows.shape[1:]), rows.dtype)
+        padded[: len(rows)] = rows
+        return padded
+
+
+def sizes_up_to(least: int, most: int) -> tuple[int, ...]:
+    """Ascending sizes from `least` to at least `most`, so dense that a third is padding at most."""
+    sizes = [least]
+    while sizes[-1] < most:
+        # 2 and 3 times powers of two, in turn.
+        sizes.append(sizes[-1] * 3 // 2 if len(sizes) % 2 else sizes[-2] * 2)
+    return tuple(sizes)
+
+
+def _numbers(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count,), jnp.int32)
 
 
 def _group(source: SourceCache) -> tuple[Any, Any]:

@@ -38,7 +38,7 @@ from deepinfer_jax.layers.moe import feed_forward
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, StepContext, embedding, no_probe
 from deepinfer_jax.parameters import LayerParameters, Parameters
 from deepinfer_jax.precision import Precision
-from deepinfer_jax.replay import check_upper_layers
+from deepinfer_jax.replay import check_upper_layers, num_replayed
 from deepinfer_jax.topology import LayerTopology, Topology
 from sharding.collectives import UNDIVIDED, StepGroups
 
@@ -64,6 +64,25 @@ class Model(NamedTuple):
     draft: DraftSettings = DraftSettings()
     tile_tokens: int = 0
     groups: StepGroups = UNDIVIDED
+
+    @property
+    def num_replayed(self) -> int:
+        """Tokens before a block boundary that make the state at it anew (`replay.num_replayed`)."""
+        return num_replayed(self.config, self.topology)
+
+
+class Passage(NamedTuple):
+    """What passes from one layer to the next, beside the cache.
+
+    Attributes:
+        residual: the residual streams.
+        classes: [T, n] int32, for Engram: classes of each token and its predecessors.
+        features: [T, hidden] of each layer so far that the draft module reads.
+    """
+
+    residual: Residual
+    classes: jax.Array
+    features: tuple[jax.Array, ...] = ()
 
 
 def forward(
@@ -92,19 +111,66 @@ def forward(
         the residual streams after the last layer of the tokens of `upper_batch`, for `logits`,
         and the cache with this step's entries written.
     """
-    config, parameters = model.config, weights.parameters
-    step, token_ids, residual = _start(model, parameters, batch, image_features, probe)
+    passage, cache = enter(model, weights, cache, batch, probe, image_features)
+    layers = range(len(model.topology.layers))
+    passage, cache = run_layers(
+        model, weights, cache, batch, passage, layers, probe, engram_rows, replay
+    )
+    return leave(model, weights, cache, batch, passage, replay)
+
+
+def enter(
+    model: Model,
+    weights: Weights,
+    cache: KVCache,
+    batch: StepBatch,
+    probe: Probe = no_probe,
+    image_features: jax.Array | None = None,
+) -> tuple[Passage, KVCache]:
+    """What comes to the first layer, and the cache with the token classes of this step."""
+    step, token_ids = _context(model, batch, probe)
+    with jax.named_scope("embedding"):
+        h = embedding(weights.parameters.embed, token_ids)
+        if image_features is not None:
+            is_feature = batch.token_ids == IMAGE_FEATURE
+            h = jnp.where(is_feature[:, None], image_features[: h.shape[0]].astype(h.dtype), h)
+    residual = Residual.start(h.astype(model.precision.compute_dtype), model.config.hc_mult)
     classes, class_ring = ngram_classes(
         token_ids, weights.token_classes, cache.classes, model.engram, step
     )
+    return Passage(residual, classes), cache._replace(classes=class_ring)
+
+
+def run_layers(
+    model: Model,
+    weights: Weights,
+    cache: KVCache,
+    batch: StepBatch,
+    passage: Passage,
+    layers: range,
+    probe: Probe = no_probe,
+    engram_rows: jax.Array | None = None,
+    replay: Replay | None = None,
+) -> tuple[Passage, KVCache]:
+    """Run some consecutive layers.
+
+    Args:
+        cache: what these layers have no part in may be None.
+        layers: the whole of one or several parts of the topology.
+        engram_rows, replay: as for `forward`.
+    """
+    config = model.config
+    assert layers.start <= model.topology.num_encoder_layers, "a part of the upper layers"
+    step, _ = _context(model, batch, probe)
+    residual, features = passage.residual, list(passage.features)
     selection = Selection()
-    features: list[jax.Array] = []
     rings = list(cache.rings)
     sources = dict(zip(config.kv_source_layer_ids, cache.sources, strict=True))
-    for layer, layer_parameters in zip(model.topology.layers, parameters.layers, strict=True):
+    for layer in model.topology.layers[layers.start : layers.stop]:
+        layer_parameters = weights.parameters.layers[layer.layer_index]
         here = step.of_layer(layer.layer_index)
         residual = _with_engram(
-            residual, layer_parameters, layer, classes, model.engram, engram_rows, here
+            residual, layer_parameters, layer, passage.classes, model.engram, engram_rows, here
         )
         x, residual = begin(residual, layer_parameters.hc_attn, here)
         here.probe("hc_attn", residual.mix)
@@ -116,7 +182,8 @@ def forward(
             sources[layer.layer_index] = _compressed(x, layer_parameters, layer, own, here)
         if replay is not None and layer.layer_index == model.topology.num_encoder_layers:
             check_upper_layers(model.topology, drops_tokens=replay.num_tail_tokens > 0)
-            step, x, residual, features = _upper_step(step, batch, replay, x, residual, features)
+            step = _upper_context(step, batch, replay)
+            x, residual, features = _upper_values(batch, replay, (x, residual, features))
             here = step.of_layer(layer.layer_index)
         out, rings[layer.layer_index], selection = attention(
             x,
@@ -130,22 +197,31 @@ def forward(
         here.probe("attn_out", out)
         residual = residual._replace(output=out)
         residual = feed_forward(residual, layer_parameters, config.num_experts_per_tok, here)
+    passage = Passage(residual, passage.classes, tuple(features))
+    return passage, cache._replace(rings=tuple(rings), sources=tuple(sources.values()))
+
+
+def leave(
+    model: Model,
+    weights: Weights,
+    cache: KVCache,
+    batch: StepBatch,
+    passage: Passage,
+    replay: Replay | None = None,
+) -> tuple[Residual, KVCache]:
+    """What comes from the last layer, and the cache with what the draft module keeps."""
     draft = cache.draft
     if draft is not None:
-        draft = append_context(features, draft_module(parameters), draft, step)
-    return residual, cache._replace(
-        rings=tuple(rings), sources=tuple(sources.values()), classes=class_ring, draft=draft
-    )
+        step, _ = _context(model, batch, no_probe)
+        if replay is not None:
+            step = _upper_context(step, batch, replay)
+        features, module = list(passage.features), draft_module(weights.parameters)
+        draft = append_context(features, module, draft, step)
+    return passage.residual, cache._replace(draft=draft)
 
 
-def _start(
-    model: Model,
-    parameters: Parameters,
-    batch: StepBatch,
-    image_features: jax.Array | None,
-    probe: Probe,
-) -> tuple[StepContext, jax.Array, Residual]:
-    """The step, its token ids with the image token's where a feature stands, and the streams."""
+def _context(model: Model, batch: StepBatch, probe: Probe) -> tuple[StepContext, jax.Array]:
+    """The step, and its token ids with the image token's where a feature stands."""
     config = model.config
     is_feature = batch.token_ids == IMAGE_FEATURE
     token_ids = jnp.where(is_feature, config.image_token_id, batch.token_ids)
@@ -158,11 +234,7 @@ def _start(
         block_tables=batch.block_tables,
         probe=probe,
     )
-    with jax.named_scope("embedding"):
-        h = embedding(parameters.embed, token_ids)
-        if image_features is not None:
-            h = jnp.where(is_feature[:, None], image_features[: h.shape[0]].astype(h.dtype), h)
-    return step, token_ids, Residual.start(h.astype(model.precision.compute_dtype), config.hc_mult)
+    return step, token_ids
 
 
 def _compressed(
@@ -185,26 +257,21 @@ def upper_batch(batch: StepBatch, replay: Replay | None) -> StepBatch:
     return tail_tokens(batch, replay.num_tail_tokens)[1]
 
 
-def _upper_step(
-    step: StepContext,
-    batch: StepBatch,
-    replay: Replay,
-    x: jax.Array,
-    residual: Residual,
-    features: list[jax.Array],
-) -> tuple[StepContext, jax.Array, Residual, list[jax.Array]]:
-    """The step, the layer input and the residual of the layers from the last KV source up."""
+def _upper_context(step: StepContext, batch: StepBatch, replay: Replay) -> StepContext:
+    """The step of the layers from the last KV source up."""
     if not replay.num_tail_tokens:
-        return dataclasses.replace(step, tokens=tail_view(batch)), x, residual, features
+        return dataclasses.replace(step, tokens=tail_view(batch))
     index, tail = tail_tokens(batch, replay.num_tail_tokens)
-    upper = dataclasses.replace(
-        step, tokens=tail_view(tail), is_image=step.is_image.at[index].get(mode="fill")
-    )
+    is_image = step.is_image.at[index].get(mode="fill")
+    return dataclasses.replace(step, tokens=tail_view(tail), is_image=is_image)
 
-    def pick(a: jax.Array) -> jax.Array:
-        return a.at[index].get(mode="fill", fill_value=0)
 
-    return upper, *jax.tree.map(pick, (x, residual, features))
+def _upper_values[T](batch: StepBatch, replay: Replay, values: T) -> T:
+    """What passes into those layers: a tree of [T, ...] without the tokens that are left out."""
+    if not replay.num_tail_tokens:
+        return values
+    index, _ = tail_tokens(batch, replay.num_tail_tokens)
+    return jax.tree.map(lambda a: a.at[index].get(mode="fill", fill_value=0), values)
 
 
 def logits(model: Model, weights: Weights, residual: Residual, token_index: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.scaled_array import FP8_32, MXFP4_32, NVFP4_16, Format
@@ -55,3 +56,9 @@ class Precision:
     def activation_format(self) -> Format | None:
         """Format of the inputs of FP8 and FP4 products; None leaves them alone."""
         return FP8_32 if self.quantise_activations else None
+
+
+def usual_compute_dtype() -> Any:
+    """The type to compute in on the devices of this process."""
+    # A CPU computes in float32 anyway, and bfloat16 there only costs conversions and accuracy.
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -38,6 +38,19 @@ def check_replay(
     check_upper_layers(topology, drops_tokens=drops_tokens)
 
 
+def num_replayed(config: ModelConfig, topology: Topology) -> int:
+    """How many tokens before a block boundary make the state at it anew, exactly.
+
+    Compressed entries of the whole past being there, an output of a layer depends on the window
+    before it in the layer below, and so on down to the embeddings, so what was wrong at the first
+    token is forgotten after a window less one for each layer. Only the layers below the last KV
+    source count: those above leave nothing behind that a later prompt reads. The first tokens lack
+    the n-grams that reach behind them.
+    """
+    per_layer = config.sliding_window - 1
+    return per_layer * topology.num_encoder_layers + config.engram_max_ngram_size - 1
+
+
 def check_upper_layers(topology: Topology, *, drops_tokens: bool) -> None:
     """The tail alone cannot pass an Engram, whose n-grams were formed for all tokens.
 

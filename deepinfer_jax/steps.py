@@ -31,7 +31,16 @@ from deepinfer_jax.draft import DraftRows, draft, draft_module, fill_drafts
 from deepinfer_jax.layers.hyper_connections import Residual
 from deepinfer_jax.layers.primitives import Arithmetic, Probe, no_probe
 from deepinfer_jax.mesh_steps import divide_slot_copies, divide_step
-from deepinfer_jax.model import Model, Weights, forward, logits, upper_batch
+from deepinfer_jax.model import (
+    Model,
+    Passage,
+    Weights,
+    forward,
+    leave,
+    logits,
+    run_layers,
+    upper_batch,
+)
 from deepinfer_jax.reports import ReportedResult, emitted_after, report
 from deepinfer_jax.sampling import accept, accept_equal, sample
 from sharding.collectives import UNDIVIDED, StepGroups
@@ -62,6 +71,7 @@ def run_step(
     image_features: jax.Array | None = None,
     engram_rows: jax.Array | None = None,
     controls: Controls | None = None,
+    passage: Passage | None = None,
 ) -> tuple[jax.Array | ReportedResult, KVCache]:
     """One step, not yet compiled.
 
@@ -70,13 +80,17 @@ def run_step(
         cache: its arrays are written in place when the caller donates them.
         image_features, engram_rows: what `model.forward` takes.
         controls: None if no row may have any; with them the result is a `ReportedResult`.
+        passage: what the layers before the last part of the topology left, where they have run
+            already (`step_parts.py`); None runs all.
 
     Returns:
         sampled tokens [num_samples] int32: one after every token for a decode step (arbitrary
         after padding), one after each row's last token for a prefill step. And the cache.
     """
     batch = feed_sampled(StepBatch.unpack(buffer, shape), cache.sampled)
-    residual, cache = _layers(model, shape, weights, cache, batch, image_features, engram_rows)
+    residual, cache = _layers(
+        model, shape, weights, cache, batch, image_features, engram_rows, passage=passage
+    )
     batch = upper_batch(batch, shape.replay)
     if shape.samples_every_token:
         token_index = jnp.arange(shape.num_tokens, dtype=jnp.int32)
@@ -128,6 +142,7 @@ def run_speculative_step(
     engram_rows: jax.Array | None = None,
     controls: Controls | None = None,
     probe: Probe = no_probe,
+    passage: Passage | None = None,
 ) -> tuple[jax.Array | ReportedResult, KVCache]:
     """One step of a model that drafts, not yet compiled.
 
@@ -139,8 +154,7 @@ def run_speculative_step(
         buffer: int32, what `batch.pack` made for `shape`. A decode row has 1 to N + 1 tokens, of
             which only the first id counts.
         cache: with `draft`; its arrays are written in place when the caller donates them.
-        image_features, engram_rows: what `model.forward` takes.
-        controls: None if no row may have any; with them the result is a `ReportedResult`.
+        image_features, engram_rows, controls, passage: as for `run_step`.
 
     Returns:
         [R, 3 N + 1] int32 for `SpeculativeResult.unpack`, and the cache. Rejected tokens leave
@@ -157,7 +171,7 @@ def run_speculative_step(
         batch = feed_sampled(start_at_lengths(batch, waiting.lengths), cache.sampled)
         batch = fill_drafts(batch, waiting)
     residual, cache = _layers(
-        model, shape, weights, cache, batch, image_features, engram_rows, probe
+        model, shape, weights, cache, batch, image_features, engram_rows, probe, passage
     )
     batch = upper_batch(batch, shape.replay)
     if shape.samples_every_token:
@@ -199,8 +213,18 @@ def _layers(
     image_features: jax.Array | None,
     engram_rows: jax.Array | None,
     probe: Probe = no_probe,
+    passage: Passage | None = None,
 ) -> tuple[Residual, KVCache]:
-    """All layers, over all tokens at once or in tiles. Raises ValueError for a replay in tiles."""
+    """The layers that are left, over all tokens at once or in tiles.
+
+    Raises ValueError for a replay in tiles.
+    """
+    if passage is not None:
+        last = model.topology.parts[-1]
+        passage, cache = run_layers(
+            model, weights, cache, batch, passage, last, probe, engram_rows, shape.replay
+        )
+        return leave(model, weights, cache, batch, passage, shape.replay)
     if not model.tile_tokens:
         return forward(
             model, weights, cache, batch, probe, image_features, engram_rows, shape.replay
@@ -293,14 +317,7 @@ def compile_step(
     groups = model.groups
     lead = () if groups.is_one_device else (groups.rows.size,)
     buffer = jax.ShapeDtypeStruct((*lead, buffer_size(shape)), jnp.int32)
-    more: dict[str, Any] = {}
-    if image_features is not None and not shape.samples_every_token:
-        more["image_features"] = image_features
-    if engram_row_shape is not None:
-        rows_shape = (*lead, shape.num_tokens, *engram_row_shape)
-        more["engram_rows"] = jax.ShapeDtypeStruct(rows_shape, jnp.uint8)
-    if token_counts is not None:
-        more["controls"] = Controls.abstract(shape, token_counts, lead)
+    more = abstract_arguments(shape, image_features, engram_row_shape, token_counts, lead)
     run = run_step if cache.draft is None else run_speculative_step
 
     def step(*arrays: Any, **named: Any) -> Any:
@@ -312,6 +329,27 @@ def compile_step(
     step.__name__ = shape.name
     lowered = jax.jit(step, donate_argnums=2).lower(weights, buffer, cache, **more)
     return lowered.compile(compiler_options)
+
+
+def abstract_arguments(
+    shape: StepShape,
+    image_features: Any = None,
+    engram_row_shape: tuple[int, ...] | None = None,
+    token_counts: Any = None,
+    lead: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    """What a step takes by name; the arguments are those of `compile_step`, `lead` the dimensions
+    that devices add.
+    """
+    more: dict[str, Any] = {}
+    if image_features is not None and not shape.samples_every_token:
+        more["image_features"] = image_features
+    if engram_row_shape is not None:
+        rows_shape = (*lead, shape.num_tokens, *engram_row_shape)
+        more["engram_rows"] = jax.ShapeDtypeStruct(rows_shape, jnp.uint8)
+    if token_counts is not None:
+        more["controls"] = Controls.abstract(shape, token_counts, lead)
+    return more
 
 
 def compile_slot_copies(

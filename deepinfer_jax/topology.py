@@ -88,6 +88,23 @@ class Topology:
         """Layers before the last KV source; all of them when nothing is compressed."""
         return sum(layer.is_encoder for layer in self.layers)
 
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """The layers in runs, each of which reads the long KV of one layer at most, its first."""
+        num_layers = len(self.layers)
+        sources = [layer.layer_index for layer in self.layers if layer.makes_entries]
+        starts = sorted({0, *sources})
+        return tuple(
+            range(start, stop)
+            for start, stop in zip(starts, [*starts[1:], num_layers], strict=True)
+        )
+
+    @property
+    def part_of_group(self) -> tuple[int, ...]:
+        """For each layer that owns long KV, in order, the number of its part."""
+        numbered = enumerate(self.parts)
+        return tuple(n for n, part in numbered if self.layers[part.start].makes_entries)
+
 
 def _layer(config: ModelConfig, index: int) -> LayerTopology:
     ratio = config.compress_ratios[index]

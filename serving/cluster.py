@@ -6,7 +6,7 @@ the clock, the source of randomness and the executor. Nothing below knows which 
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from serving.clock import Clock, ns_of_s
 from serving.config import EngineOptions, KVOptions, ServingConfig
@@ -42,7 +42,8 @@ class ModelFacts:
 
     `images` is None if it takes none. `num_drafts` tokens are drafted by its executor at a time,
     and `step_ms` is the time of its decode steps, as far as they were measured. `prefill_cost` is
-    what its prefill steps cost; None if that was not measured. `kv_form` is what its blocks are
+    what its prefill steps cost; None if that was not measured. `num_replayed` is that of
+    `core.replay.ReplayRule`. `kv_form` is what its blocks are
     outside the device, and `kv_fingerprint` names everything they depend on; None and empty if
     they stay there.
     """
@@ -54,6 +55,7 @@ class ModelFacts:
     num_drafts: int = 0
     step_ms: Mapping[Bucket, float] = field(default_factory=dict[Bucket, float])
     prefill_cost: PrefillCost | None = None
+    num_replayed: int = 0
     kv_form: PayloadForm | None = None
     kv_fingerprint: bytes = b""
 
@@ -173,6 +175,9 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
             f"{facts.max_position_embeddings}, the longest context of the model"
         )
     capacity = plan_capacity(options)
+    replay = capacity.replay
+    if replay is not None:
+        replay = replace(replay, num_replayed=facts.num_replayed)
     limits = EngineLimits(
         num_blocks=capacity.num_blocks,
         num_slots=capacity.num_slots,
@@ -183,7 +188,7 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
         vocab_size=facts.vocab_size,
         eos_token_id=facts.eos_token_id,
         waiting_max=options.waiting_max,
-        replay=capacity.replay,
+        replay=replay,
         fingerprint=facts.kv_fingerprint,
     )
     budget = None

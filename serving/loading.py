@@ -60,9 +60,9 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     directory = config.model.directory
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; expected a checkpoint directory")
-    _check_storable(config)
     mesh_plan = load_plan(config.sharding)
     _check_runs(config.sharding, mesh_plan)
+    _check_handed_over(config)
     engram = _engram_of(config, mesh_plan)
     capacity = plan_capacity(config.engine)
     codec = TextCodec.load(directory)
@@ -86,7 +86,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
                 tile_tokens=TILE_TOKENS if config.engine.batch_invariant else 0,
                 replay=capacity.replay,
                 watch=log.watch,
-                has_transfers=config.kv.is_on or config.cluster.is_on,
+                kv_clock=SystemClock().now_ns if config.kv.is_on or config.cluster.is_on else None,
             )
     except (ValueError, OSError) as error:
         # Errors that our own packages define are about the input; any other is a defect, whose
@@ -108,6 +108,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
             if config.engine.prefill_time_budget_ms
             else None
         ),
+        num_replayed=0 if capacity.replay is None else executor.model.num_replayed,
         **_kv_facts(config, executor, report),
     )
     if facts.images is not None:
@@ -156,16 +157,9 @@ def _check_runs(sharding: str, plan: MeshPlan) -> None:
             )
 
 
-def _check_storable(config: ServingConfig) -> None:
-    """Raise `ConfigError` if what is computed cannot be stored."""
-    if config.engine.replay == "off":
-        return
-    if config.kv.is_on:
-        raise ConfigError(
-            f"kv.storage is {config.kv.storage!r} and engine.replay is {config.engine.replay!r}; "
-            "expected 'off' for one of them, because what replay computes is not stored"
-        )
-    if config.cluster.is_on:
+def _check_handed_over(config: ServingConfig) -> None:
+    """Raise `ConfigError` if what is computed cannot be handed over."""
+    if config.cluster.is_on and config.engine.replay != "off":
         raise ConfigError(
             f"cluster.nodes has {len(config.cluster.nodes)} workers and engine.replay is "
             f"{config.engine.replay!r}; expected 'off', because what replay computes is not handed "

@@ -67,6 +67,9 @@ def _places(ratio: int, entries_per_block: int, step: StepContext) -> tuple[jax.
     """Block and offset of the entry that each token completes; block -1 where it completes none."""
     entry = step.position // ratio
     completes = step.tokens.is_real & (jnp.mod(step.position + 1, ratio) == 0)
-    completes &= step.position >= step.tokens.history.first_visible
+    first_entry = step.tokens.first_entry
+    if first_entry is None:
+        first_entry = step.tokens.history.first_visible
+    completes &= step.position >= first_entry
     block = step.block_tables[step.tokens.row, entry // entries_per_block]
     return jnp.where(completes, block, -1), jnp.mod(entry, entries_per_block)

@@ -55,3 +55,14 @@ class KVRead:
     transfer_id: int
     groups: tuple[np.ndarray, ...]
     states: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class SwapInTimes:
+    """For how long blocks were copied to the device for a step, in nanoseconds.
+
+    `hidden_ns` of the `copy_ns` the step computed meanwhile.
+    """
+
+    copy_ns: int
+    hidden_ns: int

@@ -29,13 +29,30 @@ class StagedPrefix:
         keys: of all its blocks.
         first: blocks that are left out, because they were present.
         groups: per layer group [len(keys) - first, bytes] uint8.
-        state: [bytes] uint8.
+        state: [bytes] uint8; None for a prefix that is gone on from by a replay.
     """
 
     keys: tuple[PrefixKey, ...]
     first: int
     groups: tuple[np.ndarray, ...]
-    state: np.ndarray
+    state: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPrefix:
+    """What of a prompt would be of use if it were stored.
+
+    Attributes:
+        keys: of the blocks that would.
+        first: blocks that are present.
+        num_usable: a prefix of so many blocks or fewer is of no use.
+        has_state: the state at the end of the prefix is needed too.
+    """
+
+    keys: tuple[PrefixKey, ...]
+    first: int
+    num_usable: int
+    has_state: bool
 
 
 class PrefixTransfers:
@@ -69,16 +86,36 @@ class PrefixTransfers:
         if request.sampling.prompt_logprobs is not None or not self._limits.num_snapshots:
             return ()
         tokens = np.array(request.prompt_token_ids[:-1], np.int32)
-        root = root_key(self._limits.fingerprint, request.cache_salt)
+        root = root_key(self._limits.prefix_fingerprint, request.cache_salt)
         return tuple(prefix_keys(root, tokens, self._limits.block_size, request.images))
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether a prefix can be gone on from by its state alone, and not by a replay."""
+        replay = self._limits.replay
+        return replay is None or not replay.num_replayed
+
+    def wanted(self, request: Request) -> WantedPrefix | None:
+        """What could be fetched for a checked request; None if nothing could be of use."""
+        keys, replay, size = self.keys_of(request), self._limits.replay, self._table.block_size
+        prefixes = self._table.prefixes
+        if replay is None or not replay.num_replayed:
+            num_usable = prefixes.num_usable(keys)
+            wanted = WantedPrefix(keys, prefixes.num_present(keys), num_usable, has_state=True)
+        else:
+            tail_start = replay.tail_start(len(request.prompt_token_ids))
+            keys = keys[: tail_start // size]
+            num_present = prefixes.num_present(keys)
+            start = self._table.num_with_state(keys, tail_start) * size
+            start = max(start, replay.replay_start(num_present * size))
+            # What begins no later than that is of no use.
+            num_usable = max(num_present, (start + replay.num_replayed) // size)
+            wanted = WantedPrefix(keys, num_present, num_usable, has_state=False)
+        return wanted if len(wanted.keys) > wanted.num_usable else None
 
     def num_present(self, keys: Many[PrefixKey]) -> int:
         """How many blocks of a chain are in the pool, from the first on."""
         return self._table.prefixes.num_present(keys)
-
-    def num_usable(self, keys: Many[PrefixKey]) -> int:
-        """How many blocks of a chain can be gone on from."""
-        return self._table.prefixes.num_usable(keys)
 
     def read(
         self, blocks: Many[PrefixKey], state: PrefixKey | None
@@ -103,34 +140,40 @@ class PrefixTransfers:
 
         None if it is usable, if blocks that were left out are gone, or if there is no room.
         """
-        table, keys = self._table, prefix.keys
+        table, keys, has_state = self._table, prefix.keys, prefix.state is not None
         prefixes, blocks = table.prefixes, table.blocks
         num_present = prefixes.num_present(keys)
         num_missing = len(keys) - num_present
         is_possible = prefix.first <= num_present and num_missing <= blocks.num_free
         # A slot that a waiting row is about to be restored from must keep its content.
-        if not is_possible or table.is_restoring or prefixes.num_usable(keys) == len(keys):
+        is_possible = is_possible and not (has_state and table.is_restoring)
+        is_there = prefixes.num_usable(keys) == len(keys) if has_state else not num_missing
+        if not is_possible or is_there:
             return None
         present = [block for key in keys[:num_present] if (block := prefixes.block(key))]
         blocks.hold(present)
         # What was just held is no longer free.
-        slot = prefixes.reserve_slot() if num_missing <= blocks.num_free else None
-        if slot is None:
+        is_possible = num_missing <= blocks.num_free
+        slot = prefixes.reserve_slot() if is_possible and has_state else None
+        if not is_possible or (has_state and slot is None):
             blocks.release(present)
             return None
         written = blocks.allocate(num_missing)
         for key, block in zip(keys[num_present:], written, strict=True):
             prefixes.name(key, block)
             blocks.name(block)
-        is_kept = prefixes.keep_snapshot(keys[-1], slot)
-        assert is_kept, "a prefix that was not usable has a snapshot"
+        if slot is not None:
+            is_kept = prefixes.keep_snapshot(keys[-1], slot)
+            assert is_kept, "a prefix that was not usable has a snapshot"
         blocks.release([*present, *written])
+        groups = tuple(group[num_present - prefix.first :] for group in prefix.groups)
+        numbers, groups = np.array(written, np.int32), groups if written else ()
+        if slot is None or prefix.state is None:
+            return KVTransfer(self.next_id(), write_blocks=numbers, write_groups=groups)
         return KVTransfer(
             self.next_id(),
-            write_blocks=np.array(written, np.int32),
-            write_groups=tuple(g[num_present - prefix.first :] for g in prefix.groups)
-            if written
-            else (),
+            write_blocks=numbers,
+            write_groups=groups,
             write_slots=np.array([slot], np.int32),
             write_states=prefix.state[None],
         )

@@ -15,6 +15,12 @@ the tail start too in its upper part. So it can be gone on from
 * by a sequence with the same tail start as the one that left it.
 
 A state that ends before the tail of its own sequence has no upper part.
+
+A state without an upper part can also be made anew where the blocks before it are present. What
+the lower layers leave at a position depends on a bounded number of tokens before it, as far as it
+goes by windows; the rest they read from the blocks. So the last `num_replayed` tokens before the
+boundary are computed once more, with nothing before them visible in windows and without writing to
+the blocks. That is exact, and stored prefixes need no states.
 """
 
 import enum
@@ -44,26 +50,34 @@ class StepTail:
     Attributes:
         num_tokens: compiled number of tokens of the upper layers; 0 computes all and masks.
         starts: [R] int32, the first position of each row's sequence that belongs to its tail.
+        visible_starts: [R] int32, the first position that windows reach back to.
+        entry_starts: [R] int32, the first position whose compressed entries are written.
     """
 
     num_tokens: int
     starts: np.ndarray
+    visible_starts: np.ndarray
+    entry_starts: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRule:
     """Bounded replay of all prompts of an engine; the last `num_kept` tokens of each are its tail.
 
+    `num_replayed` tokens before a block boundary make the state there anew; 0 if none do.
+
     Raises:
-        ValueError: `num_kept` is less than 1.
+        ValueError: `num_kept` is less than 1, or `num_replayed` less than 0.
     """
 
     mode: ReplayMode
     num_kept: int
+    num_replayed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_kept < 1:
-            raise ValueError(f"num_kept is {self.num_kept}; expected at least 1")
+        for name, value, least in (("kept", self.num_kept, 1), ("replayed", self.num_replayed, 0)):
+            if value < least:
+                raise ValueError(f"num_{name} is {value}; expected at least {least}")
 
     @property
     def fingerprint(self) -> bytes:
@@ -88,19 +102,34 @@ class ReplayRule:
                 size *= _SIZE_RATIO
         return (*sizes, 0)
 
+    def replay_start(self, num_tokens: int) -> int:
+        """Where to begin for the state after `num_tokens` tokens, all of whose blocks are there;
+        `num_tokens` itself if it cannot be made anew.
+        """
+        return max(0, num_tokens - self.num_replayed) if self.num_replayed else num_tokens
+
     def step_tail(
-        self, bucket: Bucket, tail_starts: np.ndarray, starts: np.ndarray, num_tokens: np.ndarray
+        self,
+        bucket: Bucket,
+        starts: np.ndarray,
+        num_tokens: np.ndarray,
+        tail_starts: np.ndarray,
+        visible_starts: np.ndarray,
+        entry_starts: np.ndarray,
     ) -> StepTail | None:
         """The tail of a prefill step; None if it leaves nothing out, so that it is an exact step.
 
         Args:
-            tail_starts, starts, num_tokens: [R] int32, of the rows.
+            starts, num_tokens: [R] int32, of the rows.
+            tail_starts, visible_starts, entry_starts: [R] int32, as in `StepTail`.
         """
         # Past the prompt's end no window reaches back to the start of the tail any more.
         is_bounded = (tail_starts > 0) & (starts < tail_starts + self.num_kept)
+        # Behind the boundary none reaches back to where the replay began.
+        is_bounded |= starts < entry_starts
         if not is_bounded.any():
             return None
         in_tail = starts + num_tokens - np.maximum(starts, tail_starts)
         num_in_tail = int(np.maximum(in_tail, 0).sum())
         fitting = (size for size in self.sizes(bucket) if size >= num_in_tail)
-        return StepTail(next(fitting, 0), tail_starts)
+        return StepTail(next(fitting, 0), tail_starts, visible_starts, entry_starts)

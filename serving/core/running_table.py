@@ -30,11 +30,14 @@ compute the same prefix at the same time the second one to finish a block change
 block of the first and gives its own back.
 """
 
+from collections.abc import Sequence as Many
+
 import numpy as np
 
 from serving.core.blocks import BlockPool, StateSlotPool
 from serving.core.image_layout import whole_images_end
 from serving.core.prefix import PrefixIndex, block_boundary
+from serving.core.replay import ReplayRule
 from serving.core.sequence import Sequence, SequenceStatus
 
 _NO_SEQUENCE = -1
@@ -61,6 +64,8 @@ class RunningTable:
         num_named: [S] int32, blocks from the first on that others may share.
         cuts: [S, 3] int32, positions at which a chunk of the prompt ends, ascending from 1 on.
         tail_starts: [S] int32, first position that passes the upper layers; 0 for all.
+        visible_starts, entry_starts: [S] int32, where a replay of the row began, and up to where
+            its blocks were there (`core/replay.py`); 0 for a row that replays nothing.
         length_limits: [S] int32, number of tokens at which the sequence ends.
         last_tokens: [S] int32, the newest known token, of decoding rows.
         last_steps: [S] int64, newest step that contains the row; -1 before the first.
@@ -94,11 +99,13 @@ class RunningTable:
         context_blocks_max: int,
         num_snapshots: int = 0,
         num_drafts: int = 0,
+        replay: ReplayRule | None = None,
     ) -> None:
         self.slots = StateSlotPool(num_slots)
         self.prefixes = PrefixIndex(range(num_slots, num_slots + num_snapshots))
         self.blocks = BlockPool(num_blocks, self.prefixes.forget)
         self.block_size = block_size
+        self._replay = replay
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.request_ids = np.full(num_slots, None, object)
         self.outputs = np.full(num_slots, None, object)
@@ -114,6 +121,8 @@ class RunningTable:
         self.num_named = np.zeros(num_slots, np.int32)
         self.cuts = np.zeros((num_slots, 3), np.int32)
         self.tail_starts = np.zeros(num_slots, np.int32)
+        self.visible_starts = np.zeros(num_slots, np.int32)
+        self.entry_starts = np.zeros(num_slots, np.int32)
         self.length_limits = np.zeros(num_slots, np.int32)
         self.last_tokens = np.zeros(num_slots, np.int32)
         self.last_steps = np.full(num_slots, -1, np.int64)
@@ -184,8 +193,28 @@ class RunningTable:
         """Blocks that a waiting sequence need not compute; its last token it always must."""
         if sequence.request.sampling.prompt_logprobs is not None:
             return 0  # What is not computed has no logits.
-        keys, tail_start = self.whole_keys(sequence), sequence.tail_start
+        keys = self.whole_keys(sequence)
+        num_usable = self.num_with_state(keys, sequence.tail_start)
+        # What can be replayed has no upper windows, which only the tail would need.
+        num_replayable = self.prefixes.num_present(keys[: sequence.tail_start // self.block_size])
+        start = self.start_behind(sequence, num_replayable, has_state=False)
+        return num_replayable if start > num_usable * self.block_size else num_usable
+
+    def num_with_state(self, keys: Many[bytes], tail_start: int) -> int:
+        """Blocks of a chain that a sequence with this tail can go on from, by the state there."""
         return self.prefixes.num_usable(keys, tail_start, tail_start // self.block_size)
+
+    def start_behind(self, sequence: Sequence, num_blocks: int, has_state: bool) -> int:
+        """The first position that a sequence computes behind blocks that are there; 0 if they are
+        of no use.
+        """
+        num_tokens = num_blocks * self.block_size
+        if has_state:
+            return num_tokens
+        if self._replay is None or not self._replay.num_replayed:
+            return 0
+        start = self._replay.replay_start(num_tokens)
+        return whole_images_end(sequence.request.images, start)
 
     def num_held_blocks(self, sequence: Sequence, num_blocks: int) -> int:
         """How many of the first `num_blocks` blocks of a usable prefix are held by others."""
@@ -205,12 +234,17 @@ class RunningTable:
         self.sequence_ids[row] = sequence.sequence_id
         self.ranks[row] = sequence.rank
         self.num_tokens[row] = sequence.num_tokens
-        num_reused = num_usable_blocks * self.block_size
+        keys = sequence.keys(num_usable_blocks, self.block_size)
+        has_state = self.num_with_state(keys, sequence.tail_start) == num_usable_blocks
+        num_reused = self.start_behind(sequence, num_usable_blocks, has_state)
+        num_covered = num_usable_blocks * self.block_size
+        self.visible_starts[row] = 0 if has_state else num_reused
+        self.entry_starts[row] = 0 if has_state else num_covered
         self.num_scheduled[row] = self.num_computed[row] = num_reused
         self.num_computed_before[row] = num_reused
         self.num_in_flight[row] = self.num_rounds[row] = 0
         self.num_named[row] = self.num_blocks[row] = num_usable_blocks
-        self._share_prefix(row, sequence, num_usable_blocks)
+        self._share_prefix(row, sequence, num_usable_blocks, has_state)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_reused
         self.request_ids[row] = sequence.request.request_id
@@ -249,6 +283,10 @@ class RunningTable:
         self.begin_decoding(row)
         self.add_computed(np.array([row]), np.array([num_tokens - 1]))
         self.num_computed_before[row] = num_tokens - 1
+
+    def replayed(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`tail_starts`, `visible_starts` and `entry_starts` of the rows [N]."""
+        return self.tail_starts[rows], self.visible_starts[rows], self.entry_starts[rows]
 
     def begin_decoding(self, row: int) -> None:
         """The last of the row's prompt is in a step, which samples its first token."""
@@ -388,14 +426,15 @@ class RunningTable:
         assert block is not None, "a prefix that was usable is not present"
         return block
 
-    def _share_prefix(self, row: int, sequence: Sequence, num_blocks: int) -> None:
+    def _share_prefix(self, row: int, sequence: Sequence, num_blocks: int, has_state: bool) -> None:
         """Hold the blocks of the usable prefix, and choose where the rest is to be cut."""
         keys = self.whole_keys(sequence)
         if num_blocks:
             shared = [self._present_block(key) for key in keys[:num_blocks]]
             self.blocks.hold(shared)
             self.block_tables[row, :num_blocks] = shared
-            self._restores[row] = self.prefixes.use_snapshot(keys[num_blocks - 1])
+            if has_state:
+                self._restores[row] = self.prefixes.use_snapshot(keys[num_blocks - 1])
 
         def cut(position: int) -> int:
             return whole_images_end(sequence.request.images, position)

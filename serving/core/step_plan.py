@@ -14,6 +14,7 @@ import numpy as np
 
 from serving.core.buckets import Bucket, StepKind
 from serving.core.controls import StepControls, StepReport
+from serving.core.kv_transfer import SwapInTimes
 from serving.core.replay import StepTail
 from serving.core.request import RequestImage
 
@@ -103,6 +104,7 @@ class StepResult:
         confidences: [R, N] float32, of the drafts for the next step; None without drafts.
         drafts: [R, N] int32, those drafts, which only grammars ask for; None without drafts.
         elapsed_ms: how long the step had the device for itself; None if nobody measured.
+        swap_in: how stored blocks came to the device for it; None if none did.
     """
 
     step_index: int
@@ -111,6 +113,7 @@ class StepResult:
     confidences: np.ndarray | None = None
     drafts: np.ndarray | None = None
     elapsed_ms: float | None = None
+    swap_in: SwapInTimes | None = None
 
 
 def check_result(result: StepResult, plan: StepPlan, num_drafts: int) -> None:

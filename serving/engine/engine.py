@@ -135,7 +135,6 @@ class Engine:
         self._prefill_budget = prefill_budget
         self._draft_counts = DraftCounts(limits.num_drafts)
         self._length_max = length_max(limits)
-        self._replay = limits.replay
         self._table = RunningTable(
             limits.num_slots,
             limits.num_blocks,
@@ -144,6 +143,7 @@ class Engine:
             max(buckets.largest(kind).num_blocks for kind in StepKind),
             limits.num_snapshots,
             limits.num_drafts,
+            limits.replay,
         )
         self._snapshots = SnapshotCopies(self._table)
         self.transfers = PrefixTransfers(self._table, limits)
@@ -397,8 +397,8 @@ class Engine:
         sure = starts if is_prefill else table.num_tokens[rows] - 1 + table.num_in_flight[rows]
         snapshots = self._snapshots.plan(step_index, rows, sure, ends, is_prefill)
         tail = None
-        if is_prefill and self._replay is not None:
-            tail = self._replay.step_tail(bucket, table.tail_starts[rows], starts, num_tokens)
+        if is_prefill and (replay := self.limits.replay) is not None:
+            tail = replay.step_tail(bucket, starts, num_tokens, *table.replayed(rows))
         table.num_scheduled[rows] = ends
         table.num_in_flight[rows] += 1
         table.last_steps[rows] = step_index

@@ -37,9 +37,10 @@ from deepinfer_jax.draft import DraftSettings
 from deepinfer_jax.engram_host import HostEngram, detach_tables
 from deepinfer_jax.model import Model, Weights
 from deepinfer_jax.parameters import Parameters
-from deepinfer_jax.precision import CacheFormat, Precision
+from deepinfer_jax.precision import CacheFormat, Precision, usual_compute_dtype
 from deepinfer_jax.replay import ReplayError, check_replay
 from deepinfer_jax.reports import ReportedResult
+from deepinfer_jax.step_parts import compile_in_parts, texts_of
 from deepinfer_jax.steps import (
     CompiledStep,
     SpeculativeResult,
@@ -86,7 +87,7 @@ class JaxExecutor(CacheOwner):
     step also drafts tokens, and decode steps verify them. With `replay` there are prefill steps
     whose upper layers compute the tails of prompts alone. With `tile_tokens` other than 0, steps
     run in tiles of that many tokens, and nothing that they give depends on company. `watch` is
-    opened around the compilation of each program. `has_transfers` compiles moves of blocks.
+    opened around each compilation. A `kv_clock` compiles moves of blocks, and steps in parts.
 
     Raises:
         ReplayError: the model cannot run that.
@@ -109,7 +110,7 @@ class JaxExecutor(CacheOwner):
         replay: ReplayRule | None = None,
         tile_tokens: int = 0,
         watch: Watch = no_watch,
-        has_transfers: bool = False,
+        kv_clock: Callable[[], int] | None = None,
     ) -> None:
         self.mesh = DeviceMesh.of(mesh_plan)
         self._engram_is_on_host = engram == "host"
@@ -122,7 +123,7 @@ class JaxExecutor(CacheOwner):
         topology = Topology.of(self.model_config)
         if replay is not None:
             _check_replay(self.model_config, topology, replay)
-        precision = Precision(_compute_dtype(), CacheFormat(cache_format))
+        precision = Precision(usual_compute_dtype(), CacheFormat(cache_format))
         tables = checkpoint.read_engram_tables(directory, self.model_config)
         self.model = Model(
             self.model_config,
@@ -157,11 +158,12 @@ class JaxExecutor(CacheOwner):
             )
         vocab_size = self.model_config.vocab_size
         self._controls = _DeviceControls(self.mesh, buckets, num_slots, vocab_size)
-        self._steps = self._compile(buckets, replay, report, watch)
-        if has_transfers:
+        self._steps = self._compile(buckets, replay, report, watch, kv_clock is not None)
+        if kv_clock is not None:
             lines = (*self.identity.values(), description(self.layout))
-            moves = CacheTransfers(self.cache, BLOCKS_PER_CALL)
-            self.kv_moves = KVMoves.of(moves, moves.sizes, lines, self._engram)
+            most = buckets.largest(StepKind.PREFILL).num_blocks
+            moves = CacheTransfers(self.cache, BLOCKS_PER_CALL, most)
+            self.kv_moves = KVMoves.of(moves, lines, topology.part_of_group, kv_clock, self._engram)
         self._in_flight: deque[tuple[StepPlan, ReportedResult]] = deque()
         self._unread: deque[tuple[StepPlan, jax.Array]] = deque()
         self._sampled = np.zeros(num_slots, np.int32)
@@ -193,7 +195,7 @@ class JaxExecutor(CacheOwner):
             token_ids = self._known_tokens(packed)
             rows = self._engram.fetch(token_ids, packed.starts, packed.num_tokens, packed.slots)
             more["engram_rows"] = jax.device_put(rows, self._rows_sharding)
-        result, self.cache = step(self.weights, buffer, self.cache, **more)
+        result = self.run_step(plan, step, self.weights, buffer, **more)
         self._copy(plan.snapshots)
         result = _wanted(plan, result)
         jax.tree.map(lambda array: array.copy_to_host_async(), result)
@@ -237,7 +239,7 @@ class JaxExecutor(CacheOwner):
 
     def program_texts(self) -> Iterator[str]:
         """The compiled steps in the notation of XLA; for traces."""
-        return (step.as_text() or "" for step in self._steps.values())
+        return (text for step in self._steps.values() for text in texts_of(step))
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step.
@@ -255,7 +257,8 @@ class JaxExecutor(CacheOwner):
             sampled = LogprobColumns(*map(np.asarray, result.sampled))
             prompt = result.prompt and LogprobColumns(*map(np.asarray, result.prompt))
             report = StepReport(sampled, prompt)
-        return StepResult(plan.step_index, tokens, report, confidences, drafts)
+        swap_in = self.swap_in_times(plan)
+        return StepResult(plan.step_index, tokens, report, confidences, drafts, None, swap_in)
 
     def _known_tokens(self, packed: PackedStep) -> np.ndarray:
         """[T] token ids of a step whose references are looked up, for which it may have to wait."""
@@ -338,7 +341,12 @@ class JaxExecutor(CacheOwner):
             ) from None
 
     def _compile(
-        self, buckets: BucketTable, replay: ReplayRule | None, report: Report, watch: Watch
+        self,
+        buckets: BucketTable,
+        replay: ReplayRule | None,
+        report: Report,
+        watch: Watch,
+        has_parts: bool,
     ) -> dict[tuple[StepKind, Bucket, int | None], CompiledStep]:
         steps: list[tuple[StepKind, Bucket, int | None]] = [(*each, None) for each in buckets]
         if replay is not None:
@@ -348,6 +356,7 @@ class JaxExecutor(CacheOwner):
         for (_, bucket, _), shape in shapes.items():
             check_layout(bucket, shape)
 
+        compile_shape = compile_in_parts if has_parts else compile_step
         arrays = (
             self.weights,
             self.cache,
@@ -356,7 +365,7 @@ class JaxExecutor(CacheOwner):
             self._controls.counts,
         )
         programs: dict[str, Callable[[], Any]] = {
-            shape.name: partial(compile_step, self.model, shape, *arrays)
+            shape.name: partial(compile_shape, self.model, shape, *arrays)
             for shape in shapes.values()
         }
         programs |= {} if self._images is None else self._images.programs()
@@ -467,8 +476,3 @@ def check_layout(bucket: Bucket, shape: StepShape) -> None:
     settings = {name: (p.shape, p.dtype) for name, p in control_packing.layout(bucket).items()}
     wanted = {name: (dims, np.dtype(t)) for name, (dims, t) in controls.fields(shape).items()}
     assert list(settings.items()) == list(wanted.items()), (settings, wanted)
-
-
-def _compute_dtype() -> Any:
-    # A CPU computes in float32 anyway, and bfloat16 there only costs conversions and accuracy.
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -5,17 +5,19 @@ them a `KVTransfer` takes, and the reads that are on their way.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from serving.core.kv_transfer import KVRead, KVTransfer
+from serving.core.kv_transfer import KVRead, KVTransfer, SwapInTimes
+from serving.core.step_plan import StepPlan
 from serving.engine.engine import Executor
+from serving.kv.swap_in import GroupCopies, SwapIns, Timeline
 
 BLOCKS_PER_CALL = 16
-"""Blocks that one compiled transfer moves; longer prefixes take several."""
+"""Blocks that one compiled read moves, and that the smallest compiled write has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +48,44 @@ class PendingRead(Protocol):
         ...
 
 
-class CompiledMoves(Protocol):
+@runtime_checkable
+class PartedStep(Protocol):
+    """A compiled step that can be given blocks while it runs."""
+
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """Its parts."""
+        ...
+
+
+class ByteSizes(Protocol):
+    """Bytes of one block in each layer group, and of one state."""
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Of one block, in each layer group."""
+        ...
+
+    @property
+    def state(self) -> int:
+        """Of one state."""
+        ...
+
+
+class CompiledMoves(GroupCopies, Protocol):
     """Reads and writes of one cache; all of them only dispatch."""
+
+    @property
+    def sizes(self) -> ByteSizes:
+        """How much moves."""
+        ...
 
     def read(self, cache: Any, blocks: np.ndarray, slots: np.ndarray) -> PendingRead:
         """Begin to copy blocks [N] int32 and the states of slots [M] int32 to the host."""
         ...
 
-    def write(
-        self,
-        cache: Any,
-        blocks: np.ndarray,
-        groups: tuple[np.ndarray, ...],
-        slots: np.ndarray,
-        states: np.ndarray,
-    ) -> Any:
-        """The cache with other content in blocks [K] and slots [L] int32."""
+    def write_states(self, cache: Any, slots: np.ndarray, states: np.ndarray) -> Any:
+        """The cache with other states [L, bytes] uint8 in slots [L] int32."""
         ...
 
     def classes(self, states: np.ndarray) -> np.ndarray:
@@ -111,6 +135,22 @@ class CacheOwner:
         assert self.kv_moves is not None, "made without transfers"
         return self.kv_moves.collect()
 
+    def run_step(self, plan: StepPlan, step: Any, *arrays: Any, **named: Any) -> Any:
+        """Dispatch a compiled step with the blocks that it needs; what it gives beside the cache.
+
+        Args:
+            step: takes `arrays`, the cache and what is named.
+        """
+        if self.kv_moves is None:
+            result, self.cache = step(*arrays, self.cache, **named)
+        else:
+            result, self.cache = self.kv_moves.run_step(plan, step, (*arrays, self.cache), named)
+        return result
+
+    def swap_in_times(self, plan: StepPlan) -> SwapInTimes | None:
+        """How stored blocks came to the device for a step that is over; None if none did."""
+        return None if self.kv_moves is None else self.kv_moves.swap_in_times(plan)
+
 
 class TransferPassage:
     """For an executor around another one: transfers go through to that."""
@@ -136,49 +176,77 @@ class KVMoves:
     Args:
         compiled: reads and writes of the cache.
         form: what moves.
+        swap_ins: blocks on their way to the cache.
         classes: the host's copy of the token classes, where there is one.
     """
 
     def __init__(
-        self, compiled: CompiledMoves, form: KVForm, classes: TokenClasses | None = None
+        self,
+        compiled: CompiledMoves,
+        form: KVForm,
+        swap_ins: SwapIns,
+        classes: TokenClasses | None = None,
     ) -> None:
         self.form = form
         self._compiled = compiled
+        self._swap_ins = swap_ins
         self._classes = classes
         self._reading: deque[tuple[int, PendingRead]] = deque()
+        self._timelines: dict[int, Timeline] = {}
 
     @classmethod
     def of(
         cls,
         compiled: CompiledMoves,
-        sizes: Any,
         lines: Iterable[str],
+        part_of_group: Sequence[int],
+        now_ns: Callable[[], int],
         classes: TokenClasses | None,
     ) -> "KVMoves":
-        """Moves of blocks and states of `sizes`, which depend on what `lines` say."""
-        return cls(compiled, KVForm("\n".join(lines), sizes.groups, sizes.state), classes)
+        """Moves of blocks and states whose bytes depend on what `lines` say.
+
+        Args:
+            part_of_group: of each layer group, the part of a step that reads it.
+            now_ns: the clock, by which moves are timed.
+        """
+        form = KVForm("\n".join(lines), compiled.sizes.groups, compiled.sizes.state)
+        return cls(compiled, form, SwapIns(compiled, part_of_group, now_ns), classes)
 
     def move(self, cache: Any, transfer: KVTransfer) -> Any:
         """Dispatch a transfer; the cache that later steps are to use.
+
+        Blocks may be written as late as for the first step that uses one of them.
 
         Raises:
             ValueError: an array does not have the size of what it is to fill.
         """
         self._check(transfer)
         if transfer.is_reading:
+            cache = self._swap_ins.settle(cache, transfer.read_blocks)
             read = self._compiled.read(cache, transfer.read_blocks, transfer.read_slots)
             self._reading.append((transfer.transfer_id, read))
-        cache = self._compiled.write(
-            cache,
-            transfer.write_blocks,
-            transfer.write_groups,
-            transfer.write_slots,
-            transfer.write_states,
-        )
-        if self._classes is not None and len(transfer.write_slots):
-            classes = self._compiled.classes(transfer.write_states)
-            self._classes.set_classes(transfer.write_slots, classes)
+        slots, states = transfer.write_slots, transfer.write_states
+        cache = self._swap_ins.add(cache, transfer)
+        cache = self._compiled.write_states(cache, slots, states)
+        if self._classes is not None and len(slots):
+            self._classes.set_classes(slots, self._compiled.classes(states))
         return cache
+
+    def run_step(
+        self, plan: StepPlan, step: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Dispatch a compiled step with the blocks that it needs; what it returns."""
+        blocks = plan.block_tables
+        is_parted = isinstance(step, PartedStep)
+        result, cache, timeline = self._swap_ins.run(step, is_parted, blocks, arguments, named)
+        if timeline is not None:
+            self._timelines[plan.step_index] = timeline
+        return result, cache
+
+    def swap_in_times(self, plan: StepPlan) -> SwapInTimes | None:
+        """How blocks came to the device for a step that is over; None if none did."""
+        timeline = self._timelines.pop(plan.step_index, None)
+        return None if timeline is None else timeline.times()
 
     def collect(self) -> KVRead:
         """Wait for the oldest transfer that reads.

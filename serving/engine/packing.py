@@ -40,9 +40,8 @@ class PackedStep:
         slots: [R] int32, padded with 0.
         block_tables: [R, B] int32, padded with 0.
         num_tail_tokens: what `StepTail` calls `num_tokens`; None for a step without a tail.
-        visible_starts: [R] int32, all 0, since all windows of the lower layers are there; None
+        visible_starts, entry_starts, tail_starts: [R] int32, padded with 0, of `StepTail`; None
             for a step without a tail.
-        tail_starts: [R] int32, padded with 0; likewise.
         temperatures: [R] float32, padded with 0.   top_ks: [R] int32, padded with 0.
         top_ps: [R] float32, padded with 1.
         seed_low, seed_high: [R] uint32, the two halves of the seed, padded with 0.
@@ -67,6 +66,7 @@ class PackedStep:
     buffer: np.ndarray
     num_tail_tokens: int | None = None
     visible_starts: np.ndarray | None = None
+    entry_starts: np.ndarray | None = None
     tail_starts: np.ndarray | None = None
 
 
@@ -74,7 +74,7 @@ class PackedStep:
 def layout(bucket: Bucket, has_tail: bool = False) -> dict[str, ArrayPlace]:
     """Where each array of `PackedStep` stands in its buffer, in order; block tables come last."""
     rows, tokens = (bucket.num_rows,), (bucket.num_tokens,)
-    tail = {"visible_starts": (rows, np.int32), "tail_starts": (rows, np.int32)}
+    tail = {f"{name}_starts": (rows, np.int32) for name in ("visible", "entry", "tail")}
     arrays = {
         "token_ids": (tokens, np.int32),
         "row_index": (tokens, np.int32),
@@ -161,6 +161,8 @@ def pack(plan: StepPlan) -> PackedStep:
     views["seed_high"][:num_rows] = seeds[:, 1]
     num_tail_tokens = None
     if tail is not None:
+        views["visible_starts"][:num_rows] = tail.visible_starts
+        views["entry_starts"][:num_rows] = tail.entry_starts
         views["tail_starts"][:num_rows] = tail.starts
         num_tail_tokens = tail.num_tokens
     return PackedStep(

@@ -210,6 +210,11 @@ def _offload_metrics(offload: OffloadStatus) -> Iterator[Metric]:
         "fetched_blocks": ("KV blocks written to the device", offload.num_fetched_blocks),
         "stored_blocks": ("KV blocks handed to the tiers", offload.num_stored_blocks),
         "breaker_opened": ("Times the tiers were left alone", offload.num_opened),
+        "swap_in_seconds": ("Time of copies to the device", offload.swap_in_ns / 1e9),
+        "swap_in_hidden_seconds": (
+            "Time of copies to the device while it computed",
+            offload.swap_in_hidden_ns / 1e9,
+        ),
     }
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"deepinfer_kv_offload_{name}", text, value=value)

@@ -202,7 +202,7 @@ class Fetcher:
 
     def _on_fetch(self, client: bytes, message: wire.Fetch) -> None:
         keys = wire.split_keys(message.keys)
-        first, num_usable = message.first, message.num_usable
+        first, num_usable, has_state = message.first, message.num_usable, message.has_state
         blocks = [Name(PayloadKind.BLOCK, key) for key in keys]
         states = [Name(PayloadKind.STATE, key) for key in keys]
 
@@ -210,16 +210,17 @@ class Fetcher:
             count = first
             while count < len(blocks) and blocks[count] in there:
                 count += 1
-            while count > num_usable and states[count - 1] not in there:
+            while has_state and count > num_usable and states[count - 1] not in there:
                 count -= 1
             if count <= num_usable:
                 self.counts.num_misses += 1
                 self._send(client, wire.Fetched(message.call))
                 return
-            names = [*blocks[first:count], states[count - 1]]
+            names = [*blocks[first:count], *(states[count - 1 : count] if has_state else ())]
             self._reads.begin(Fetch(client, message.call, names, count, message.tenant))
 
-        self._ask_store([*blocks[first:], *states[num_usable:]], match)
+        wanted = states[num_usable:] if has_state else ()
+        self._ask_store([*blocks[first:], *wanted], match)
 
     def _finish(self, fetch: Fetch) -> None:
         pins = list(fetch.pins.items())
@@ -234,7 +235,9 @@ class Fetcher:
         self.counts.num_from_storage += fetch.num_read
         lease = next(self._numbers)
         self._leases[lease] = _Lease(pins, self._deadline())
-        *blocks, state = [_span(fetch.pins[name]) for name in fetch.names]
+        spans = [_span(fetch.pins[name]) for name in fetch.names]
+        has_state = fetch.names[-1].kind == PayloadKind.STATE
+        blocks, state = (spans[:-1], spans[-1]) if has_state else (spans, None)
         self._send(
             fetch.client,
             wire.Fetched(

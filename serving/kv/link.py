@@ -100,7 +100,8 @@ class CacheLink:
             case FetchPrefix():
                 keys = wire.join_keys(call.keys)
                 tenant = tenant_id(call.salt)
-                message = wire.Fetch(number, keys, call.first, call.num_usable, tenant)
+                numbers = (call.first, call.num_usable)
+                message = wire.Fetch(number, keys, *numbers, tenant, call.has_state)
             case OfferPrefix():
                 message = wire.Offer(number, wire.join_keys(call.keys))
             case StorePrefix():
@@ -176,20 +177,25 @@ class CacheLink:
     ) -> StagedPrefix:
         arena = self._arena(message.arena, message.arena_size)
         keys, form = call.keys[: message.num_blocks], self._form
-        if len(message.blocks) != len(keys) - call.first or message.state is None:
+        if len(message.blocks) != len(keys) - call.first or (
+            call.has_state and message.state is None
+        ):
             raise ValueError(f"{len(message.blocks)} places for {len(keys) - call.first} blocks")
         size = HEADER_SIZE + sum(form.group_bytes)
         blocks = np.empty((len(message.blocks), size), np.uint8)
         for row, span, key in zip(blocks, message.blocks, keys[call.first :], strict=True):
             self._take(arena, span, Name(PayloadKind.BLOCK, key), row, corrupt)
-        state = np.empty(HEADER_SIZE + form.state_bytes, np.uint8)
-        self._take(arena, message.state, Name(PayloadKind.STATE, keys[-1]), state, corrupt)
+        state = None
+        if message.state is not None:
+            payload = np.empty(HEADER_SIZE + form.state_bytes, np.uint8)
+            self._take(arena, message.state, Name(PayloadKind.STATE, keys[-1]), payload, corrupt)
+            state = payload[HEADER_SIZE:]
         groups: list[np.ndarray] = []
         start = HEADER_SIZE
         for group_bytes in form.group_bytes:
             groups.append(blocks[:, start : start + group_bytes])
             start += group_bytes
-        return StagedPrefix(keys, call.first, tuple(groups), state[HEADER_SIZE:])
+        return StagedPrefix(keys, call.first, tuple(groups), state)
 
     def _take(
         self,

@@ -20,7 +20,7 @@ class FetchPrefix:
     """Bring the longest stored prefix of `keys` into host memory; `PrefixFetched` follows.
 
     `first` blocks are present and need not be brought; a prefix of `num_usable` blocks or fewer is
-    of no use.
+    of no use. With `has_state` only a prefix whose state is stored is.
     """
 
     request_id: str
@@ -28,6 +28,7 @@ class FetchPrefix:
     first: int
     num_usable: int
     salt: str
+    has_state: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +110,8 @@ class OffloadStatus:
 
     A request is counted once: `num_hits`, `num_misses`, `num_faults`, `num_late` (the wait budget
     was over) and `num_skipped` (not asked). `num_unused` of the hits found no room on the device.
+    `swap_in_ns` is how long blocks were copied to the device, and `swap_in_hidden_ns` for how much
+    of it the device computed.
     """
 
     num_hits: int = 0
@@ -120,6 +123,8 @@ class OffloadStatus:
     num_fetched_blocks: int = 0
     num_offered: int = 0
     num_stored_blocks: int = 0
+    swap_in_ns: int = 0
+    swap_in_hidden_ns: int = 0
     num_waiting: int = 0
     num_opened: int = 0
     is_open: bool = False

@@ -21,13 +21,17 @@ Span = tuple[int, int, int]
 
 
 class Fetch(msgspec.Struct, tag=True):
-    """Worker to cache: pin the longest stored prefix. `keys` are 16 bytes each, in order."""
+    """Worker to cache: pin the longest stored prefix. `keys` are 16 bytes each, in order.
+
+    With `has_state` it ends where a state is stored, which is pinned too.
+    """
 
     call: int
     keys: bytes
     first: int
     num_usable: int
     tenant: bytes
+    has_state: bool = True
 
 
 class Fetched(msgspec.Struct, tag=True):

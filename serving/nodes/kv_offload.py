@@ -10,7 +10,7 @@ A late answer is dropped: blocks are chosen on the device when the answer is tak
 
 from dataclasses import dataclass
 
-from serving.core.kv_transfer import KVRead
+from serving.core.kv_transfer import KVRead, SwapInTimes
 from serving.core.prefix import PrefixKey
 from serving.core.prefix_transfer import PrefixTransfers
 from serving.core.request import Request
@@ -57,20 +57,26 @@ class KVOffload:
         self._num_offers = 0
         self._counts = dict.fromkeys(("hits", "misses", "faults", "late", "skipped", "unused"), 0)
         self._num_fetched_blocks = self._num_stored_blocks = 0
+        self._swap_in_ns = self._swap_in_hidden_ns = 0
         transfers.record()
 
     def fetch(self, request: Request) -> bool:
         """Ask for the stored prefix of a checked request; whether it is to wait for the answer."""
-        keys = self._transfers.keys_of(request)
-        num_usable = self._transfers.num_usable(keys)
-        if len(keys) <= num_usable:
+        wanted = self._transfers.wanted(request)
+        if wanted is None:
             return False
         is_possible = len(self._waiting) < self._limits.fetching_max
         if not is_possible or not self._breaker.allow():
             self._counts["skipped"] += 1
             return False
-        first = self._transfers.num_present(keys)
-        call = FetchPrefix(request.request_id, keys, first, num_usable, request.cache_salt)
+        call = FetchPrefix(
+            request.request_id,
+            wanted.keys,
+            wanted.first,
+            wanted.num_usable,
+            request.cache_salt,
+            wanted.has_state,
+        )
         self._waiting[request.request_id] = call
         self._outbox.ask_cache(call)
         self._outbox.set_timer(_WAIT + request.request_id, self._limits.wait_ns)
@@ -108,6 +114,12 @@ class KVOffload:
         self._num_stored_blocks += len(stored.blocks)
         self._outbox.ask_cache(StorePrefix(stored.blocks, stored.state, read, stored.salt))
 
+    def on_swap_in(self, times: SwapInTimes | None) -> None:
+        """Count how blocks came to the device for a step that is over; None if none did."""
+        if times is not None:
+            self._swap_in_ns += times.copy_ns
+            self._swap_in_hidden_ns += times.hidden_ns
+
     def offer_kept(self) -> None:
         """Offer the prefixes that became usable since the last call."""
         for salt, keys in self._transfers.take_kept():
@@ -131,6 +143,8 @@ class KVOffload:
             num_fetched_blocks=self._num_fetched_blocks,
             num_offered=self._num_offers,
             num_stored_blocks=self._num_stored_blocks,
+            swap_in_ns=self._swap_in_ns,
+            swap_in_hidden_ns=self._swap_in_hidden_ns,
             num_waiting=len(self._waiting),
             num_opened=self._breaker.num_opened,
             is_open=self._breaker.is_open,
@@ -160,9 +174,10 @@ class KVOffload:
 
     def _on_wanted(self, reply: PrefixWanted) -> None:
         offer = self._offers.pop(reply.offer_id, None)
-        if offer is None or not (reply.blocks or reply.has_state):
+        has_state = reply.has_state and self._transfers.needs_states
+        if offer is None or not (reply.blocks or has_state):
             return
-        state = offer.keys[-1] if reply.has_state else None
+        state = offer.keys[-1] if has_state else None
         transfer, blocks, has_state = self._transfers.read(reply.blocks, state)
         if transfer.is_reading:
             stored = _Stored(blocks, state if has_state else None, offer.salt)

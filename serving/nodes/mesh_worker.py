@@ -273,6 +273,7 @@ class MeshWorker:
         self._steps_in_flight.popleft()
         deltas = self._take(self._engine.commit(result))
         if self._offload is not None:
+            self._offload.on_swap_in(result.swap_in)
             self._offload.offer_kept()
         self._advance()
         self._send_tokens(deltas)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.cache import CacheLayout, KVCache
-from deepinfer_jax.cache_bytes import CacheTransfers, byte_sizes, description
+from deepinfer_jax.cache_bytes import CacheTransfers, byte_sizes, description, sizes_up_to
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.precision import CacheFormat, Precision
 
@@ -52,8 +52,11 @@ def test_blocks_and_a_state_move_between_caches(
     assert [group.shape for group in groups] == [(PER_CALL, n) for n in transfers.sizes.groups]
     assert sum(transfers.sizes.groups) == layout.bytes_per_block
     for index, group in enumerate(groups):
-        target = transfers.write_group(target, index, places, jnp.asarray(group))
-    target = transfers.write_state(target, 2, jnp.asarray(state[None]))
+        # The last one belongs to padding on either side.
+        data = transfers.put(group[:3])
+        assert data.shape == group.shape
+        target = transfers.write_group(target, index, places[:3], data)
+    target = transfers.write_states(target, np.array([2]), state[None])
     for old, new, origin in zip(before.sources, target.sources, source.sources, strict=True):
         for one, other, wanted in zip(
             jax.tree.leaves(old[:2]),
@@ -93,11 +96,27 @@ def test_what_was_read_is_not_changed_by_later_writes(rng: np.random.Generator) 
     expected = [np.array(group) for group in transfers.read_blocks(cache, blocks)]
     kept = transfers.read_blocks(cache, blocks)
     for group, size in enumerate(transfers.sizes.groups):
-        zeros = jnp.zeros((PER_CALL, size), jnp.uint8)
+        zeros = transfers.put(np.zeros((PER_CALL, size), np.uint8))
         cache = transfers.write_group(cache, group, blocks, zeros)
     for one, other in zip(expected, kept, strict=True):
         assert np.array_equal(one, np.asarray(other)) and one.any()
     assert not any(np.asarray(g).any() for g in transfers.read_blocks(cache, blocks))
+
+
+def test_blocks_travel_at_once_in_few_sizes(rng: np.random.Generator) -> None:
+    assert sizes_up_to(16, 100) == (16, 24, 32, 48, 64, 96, 128)
+    assert sizes_up_to(4, 0) == (4,) and sizes_up_to(4, 5) == (4, 6)
+    cache = filled(layout_of(CacheFormat.KVQ), rng)
+    transfers = CacheTransfers(cache, 2, 5)
+    assert transfers.write_sizes == (2, 3, 4, 6)
+    places = np.array([6, 1, 4, 2, 3], np.int32)
+    for group, size in enumerate(transfers.sizes.groups):
+        wanted = rng.integers(0, 256, (5, size), np.uint8)
+        cache = transfers.write_group(cache, group, places, transfers.put(wanted))
+        read = [transfers.read_blocks(cache, some)[group] for some in (places[:2], places[2:4])]
+        np.testing.assert_array_equal(np.concatenate(read), wanted[:4])
+    with pytest.raises(ValueError, match="7 blocks are to be written; expected at most 6"):
+        transfers.put(np.zeros((7, 1), np.uint8))
 
 
 def test_descriptions_tell_layouts_apart() -> None:

@@ -54,6 +54,7 @@ def run(
     *,
     tail_start: int = 0,
     visible_start: int = 0,
+    entry_start: int = 0,
     cache: KVCache | None = None,
 ) -> tuple[np.ndarray, KVCache]:
     """Logits after the last of `chunks` (start, end) of one prompt, and the cache.
@@ -69,6 +70,7 @@ def run(
         if shape.replay is not None:
             arrays["tail_starts"] = np.array([0, tail_start], np.int32)
             arrays["visible_starts"] = np.array([0, visible_start], np.int32)
+            arrays["entry_starts"] = np.array([0, entry_start], np.int32)
         out, used = compiled(shape)(weights, jnp.asarray(pack(arrays, shape)), used)
     return np.asarray(out), used
 
@@ -195,7 +197,7 @@ def test_a_step_samples_after_the_tail(ids: np.ndarray) -> None:
         shape, [(ids[:1], 0, 2, [4]), (ids[:LENGTH], 0, SLOT, [BLOCK])]
     )
     arrays["tail_starts"] = np.array([0, LENGTH - 20], np.int32)
-    arrays["visible_starts"] = np.zeros(2, np.int32)
+    arrays |= {name: np.zeros(2, np.int32) for name in ("visible_starts", "entry_starts")}
     tokens, _ = step(weights, jnp.asarray(pack(arrays, shape)), cache)
     out, _ = run(compact(41), ids, [(0, LENGTH)], tail_start=LENGTH - 20)
     np.testing.assert_array_equal(tokens, np.argmax(out, axis=1))
@@ -208,7 +210,9 @@ def test_an_engram_above_the_split_is_refused(ids: np.ndarray) -> None:
     odd = model._replace(topology=Topology(tuple(layers)))
     shape = compact(8)
     arrays = golden_model.batch_arrays(shape, [(ids[:1], 0, SLOT, [BLOCK])])
-    arrays |= {name: np.zeros(2, np.int32) for name in ("tail_starts", "visible_starts")}
+    arrays |= {
+        name: np.zeros(2, np.int32) for name in ("tail_starts", "visible_starts", "entry_starts")
+    }
     batch = StepBatch.unpack(jnp.asarray(pack(arrays, shape)), shape)
     cache = golden_model.layout(model).zeros()
     with pytest.raises(ReplayError, match=r"layers \[7\] have an Engram"):

@@ -41,6 +41,7 @@ def recording_executor(made: list[tuple[Any, ...]], directory: Path) -> Any:
 
     class Recorder:
         model_config = SimpleNamespace(vocab_size=320, max_position_embeddings=99, eos_token_id=1)
+        model = SimpleNamespace(num_replayed=45)
         image_geometry = ImageGeometry(318, 14, 3, 64, 1764)
         num_drafts = 5
         kv_moves = None
@@ -93,7 +94,7 @@ def test_configuration_reaches_the_executor(
     report = options.pop("report")
     rule = ReplayRule(ReplayMode.COMPACT, 99)
     assert (directory, cache_format) == (MODEL_DIR, "noq")
-    assert not options.pop("has_transfers")
+    assert options.pop("kv_clock") is None
     assert options == {"engram": "device", "has_drafts": True, "tile_tokens": 0, "replay": rule}
     assert set(buckets.of(StepKind.DECODE)) == DRAFTING
     assert (num_blocks, num_slots) == (40, 4 + 5), "three rows, padding and five snapshots"
@@ -111,6 +112,7 @@ def test_configuration_reaches_the_executor(
     assert model.grammars.compile(OutputConstraint(ConstraintKind.JSON, ""))
     assert (facts.num_drafts, facts.step_ms.keys()) == (5, DRAFTING)
     assert facts.prefill_cost is not None
+    assert facts.num_replayed == 45
     # The second time the figures are known.
     num_submitted = Recorder.num_submitted
     again = load_model(config, lines.append).facts
@@ -123,12 +125,7 @@ def test_configuration_reaches_the_executor(
     assert (options["engram"], options["has_drafts"]) == ("host", False)
     assert (options["tile_tokens"], options["replay"]) == (TILE_TOKENS, None)
     load_model(configured(kv__storage="memory"), lines.append)
-    assert made[-1][-1]["has_transfers"]
-
-
-def test_what_replay_computes_is_not_stored() -> None:
-    with pytest.raises(ConfigError, match="kv.storage is 'memory' and engine.replay is 'compact'"):
-        load_model(configured(kv__storage="memory", engine__replay="compact"), print)
+    assert made[-1][-1]["kv_clock"]() > 0
 
 
 def test_drafts_need_engram_tables_on_the_device() -> None:

@@ -5,6 +5,7 @@ Method: two engines with simulated devices, which read every context back from b
 prefixes are carried between them by hand, also at moments when there is no room for them.
 """
 
+import dataclasses
 import random
 from typing import Any
 
@@ -14,23 +15,14 @@ import pytest
 from serving.core.kv_transfer import KVRead
 from serving.core.prefix import PrefixKey
 from serving.core.prefix_transfer import StagedPrefix
+from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.request import Request, SamplingParams
-from tests.serving.engine.checked_engine import (
-    BUCKETS,
-    CheckedEngine,
-    make_limits,
-)
-from tests.serving.engine.simulated_device import (
-    VOCAB_SIZE,
-    make_image,
-)
+from tests.serving.engine.checked_engine import BUCKETS, CheckedEngine, make_limits
+from tests.serving.engine.prompts import prompt_of
+from tests.serving.engine.simulated_device import ROLLBACK_MAX, WINDOW, make_image
 
 ONE = SamplingParams(max_tokens=1, temperature=0, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=20, temperature=0, seed=3, ignore_eos=True)
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length)]
 
 
 def make_checked(**changes: Any) -> CheckedEngine:
@@ -60,6 +52,9 @@ class Shelf:
     def staged(self, keys: tuple[PrefixKey, ...], first: int = 0) -> StagedPrefix:
         columns = zip(*(self.blocks[key] for key in keys[first:]), strict=True)
         return StagedPrefix(keys, first, tuple(map(np.stack, columns)), self.states[keys[-1]])
+
+
+REPLAY = ReplayRule(ReplayMode.COMPACT, WINDOW + ROLLBACK_MAX, num_replayed=6)
 
 
 def keys_of(checked: CheckedEngine, prompt: list[int]) -> tuple[PrefixKey, ...]:
@@ -203,6 +198,38 @@ def test_keys_are_those_of_the_engine_and_none_where_nothing_can_serve() -> None
     assert source.engine.transfers.keys_of(Request("a", (1,) * 9, logprobs)) == ()
     nothing = CheckedEngine(make_limits(), BUCKETS)
     assert nothing.engine.transfers.keys_of(Request("a", (1,) * 9, ONE)) == ()
+
+
+def test_with_replay_blocks_alone_serve_another_engine() -> None:
+    prompt = prompt_of(40)
+    source = make_checked(replay=REPLAY)
+    request = Request("any", tuple(prompt), ONE)
+    source.admit(prompt, ONE)
+    source.drain()
+    shelf = Shelf()
+    for _, keys in source.engine.transfers.take_kept():
+        shelf.take(source, keys)
+    target = make_checked(replay=REPLAY)
+    transfers = target.engine.transfers
+    wanted = transfers.wanted(request)
+    # The tail starts at 31: seven blocks are of use, the first of them alone is not.
+    assert wanted is not None and not (wanted.has_state or transfers.needs_states)
+    assert (len(wanted.keys), wanted.first, wanted.num_usable) == (7, 0, 1)
+    staged = dataclasses.replace(shelf.staged(wanted.keys), state=None)
+    transfer = transfers.write(staged)
+    assert transfer is not None and len(transfer.write_blocks) == 7
+    assert not len(transfer.write_slots) and transfers.write(staged) is None
+    target.device.move(transfer)
+    assert transfers.wanted(request) is None
+    # Longer prompts want what lies behind.
+    longer = Request("longer", (*prompt, *prompt_of(12, salt=2)), ONE)
+    more = transfers.wanted(longer)
+    assert more is not None and (len(more.keys), more.first, more.num_usable) == (10, 7, 7)
+    name = target.admit(prompt, LONG)
+    target.drain()
+    assert target.num_cached[name] == 28 - 6
+    # All of it is there, and so is a state now.
+    assert transfers.wanted(request) is None
 
 
 @pytest.mark.parametrize("seed", range(6))

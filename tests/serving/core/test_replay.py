@@ -35,7 +35,23 @@ def step_tail(rule: ReplayRule, rows: list[tuple[int, int, int]], size: int) -> 
     """Of a step of rows (prompt length, start, tokens)."""
     lengths, starts, counts = np.array(rows, np.int32).T
     tail_starts = np.array([rule.tail_start(int(n)) for n in lengths], np.int32)
-    return rule.step_tail(Bucket(len(rows), size, 8), tail_starts, starts, counts)
+    zeros = np.zeros_like(starts)
+    return rule.step_tail(Bucket(len(rows), size, 8), starts, counts, tail_starts, zeros, zeros)
+
+
+def test_a_replay_is_no_exact_step_before_its_boundary() -> None:
+    rule = ReplayRule(ReplayMode.COMPACT, 140, num_replayed=300)
+    assert [rule.replay_start(n) for n in (128, 384, 1024)] == [0, 84, 724]
+    assert [COMPACT.replay_start(n) for n in (128, 384)] == [128, 384]
+    for start, is_exact in ((724, False), (1023, False), (1024, True)):
+        columns = np.array([start, 1, 0, 724, 1024], np.int32)[:, None]
+        tail = rule.step_tail(Bucket(1, 512, 99), *columns)
+        assert (tail is None) is is_exact
+        if tail is not None:
+            starts = tail.starts, tail.visible_starts, tail.entry_starts
+            assert starts == (0, 724, 1024) and tail.num_tokens == 140
+    with pytest.raises(ValueError, match="num_replayed is -1; expected at least 0"):
+        ReplayRule(ReplayMode.MASK, 140, -1)
 
 
 def test_the_rows_that_a_published_example_clips() -> None:

@@ -158,7 +158,8 @@ class CheckedEngine:
         for row, sequence in enumerate(table.sequences):
             num_named = int(table.num_named[row]) if num_snapshots else 0
             if sequence is not None:
-                assert table.num_named[row] * size <= table.num_computed[row]
+                num_there = max(table.num_computed[row], table.entry_starts[row])
+                assert table.num_named[row] * size <= num_there
                 keys = sequence.keys(num_named, size)
                 assert [index.block(key) for key in keys] == table.block_tables[
                     row, :num_named

@@ -96,6 +96,8 @@ class SimulatedDevice:
         self._sampled = np.full(limits.num_slots, -1)
         self._num_drafts = limits.num_drafts
         self._lengths = np.zeros(limits.num_slots, np.int64)
+        self._replays = Replays(0 if limits.replay is None else limits.replay.num_replayed)
+        self.num_replayed = 0
         self._drafts = np.full((limits.num_slots, limits.num_drafts), -1)
         self.in_flight: deque[StepPlan] = deque()
         self.kinds: list[StepKind] = []
@@ -240,13 +242,17 @@ class SimulatedDevice:
         assert slot > 0, "the padding slot was given to a sequence"
         ring = self._slots[slot]
         begun = ring[start % len(ring)].tolist() if start else (0, _EMPTY, 0, _EMPTY)
+        visible, entry = self._replays.of_row(step, plan, row)
+        if start < entry:
+            self.num_replayed += len(tokens)
+        if start == visible < entry:
+            # Windows behind here are not seen, and the blocks are there.
+            begun = [start, self._digest(table, start), _NO_TAIL, _NO_TAIL]
         num_seen, seen, tail_start, tail = begun
         assert num_seen == start, (
             f"slot {slot} has seen {num_seen} tokens, the row starts at {start}"
         )
-        digest = _EMPTY
-        for position in range(start):
-            digest = _extend(digest, int(self._pool[self._place(table, position)]))
+        digest = self._digest(table, start)
         assert digest == seen, f"the blocks of row {row} do not hold what slot {slot} has seen"
         wanted = 0 if step.tail_starts is None else int(step.tail_starts[row])
         if step.tail_starts is None:
@@ -258,6 +264,8 @@ class SimulatedDevice:
             assert tail_start == wanted, f"slot {slot} has a tail from {tail_start}, not {wanted}"
         sampled: list[int] = []
         for position, token in enumerate(tokens, start):
+            if position < entry:
+                assert self._pool[self._place(table, position)] == token, "a block of others"
             self._pool[self._place(table, position)] = token
             digest = _extend(digest, token)
             if position < wanted:
@@ -275,7 +283,45 @@ class SimulatedDevice:
             sampled.append(token)
         return sampled
 
+    def _digest(self, table: np.ndarray, stop: int) -> int:
+        """Of the tokens before a position, as the blocks have them."""
+        digest = _EMPTY
+        for position in range(stop):
+            digest = _extend(digest, int(self._pool[self._place(table, position)]))
+        return digest
+
     def _place(self, table: np.ndarray, position: int) -> tuple[int, int]:
         block = int(table[position // self._block_size])
         assert block > 0, f"position {position} lies in the padding block"
         return block, position % self._block_size
+
+
+class Replays:
+    """Sequences that make the state behind their blocks anew, from `num_replayed` tokens before."""
+
+    def __init__(self, num_replayed: int) -> None:
+        self._num_replayed = num_replayed
+        # Where they began, and where the blocks ended.
+        self._begun: dict[int, tuple[int, int]] = {}
+
+    def of_row(self, step: PackedStep, plan: StepPlan, row: int) -> tuple[int, int]:
+        """Where a row began to make its state anew, and where its blocks ended; (0, 0) if it does
+        not or is behind that.
+        """
+        sequence, start = int(plan.sequence_ids[row]), int(step.starts[row])
+        if step.visible_starts is None or step.entry_starts is None or step.tail_starts is None:
+            replay = 0, 0
+        else:
+            replay = int(step.visible_starts[row]), int(step.entry_starts[row])
+        visible, entry = replay
+        if not start or int(step.slots[row]) in plan.restores[:, 1]:
+            self._begun.pop(sequence, None)
+        if start == visible < entry:
+            assert step.tail_starts is not None and entry - visible >= self._num_replayed > 0
+            assert entry <= step.tail_starts[row], "the tail has no windows"
+            self._begun[sequence] = replay
+        elif start < entry:
+            assert self._begun[sequence] == replay, "a replay begins in the middle"
+        else:
+            assert start >= self._begun.get(sequence, replay)[1], "windows that are not there"
+        return replay if start < entry else (0, 0)

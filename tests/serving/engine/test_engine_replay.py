@@ -61,11 +61,17 @@ def run(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(ReplayMode),
     num_kept=st.integers(KEEP, 2 * KEEP),
+    num_replayed=st.sampled_from([0, 3, 6, 10]),
     in_flight_max=st.sampled_from([1, 2, 2, 3]),
     num_drafts=st.sampled_from([0, 0, 1, 5]),
 )
 def test_random_traces_end_with_the_tokens_of_cold_runs(
-    seed: int, mode: ReplayMode, num_kept: int, in_flight_max: int, num_drafts: int
+    seed: int,
+    mode: ReplayMode,
+    num_kept: int,
+    num_replayed: int,
+    in_flight_max: int,
+    num_drafts: int,
 ) -> None:
     """The device checks every window; the end of the trace checks every token."""
     source = random.Random(seed)
@@ -76,7 +82,7 @@ def test_random_traces_end_with_the_tokens_of_cold_runs(
         num_snapshots=source.choice([0, 2, 5, 20]),
         in_flight_max=in_flight_max,
         num_drafts=num_drafts,
-        replay=ReplayRule(mode, num_kept),
+        replay=ReplayRule(mode, num_kept, num_replayed),
     )
     checked = CheckedEngine(limits, source.choice([BUCKETS, WIDE]))
     for _ in range(14):
@@ -112,6 +118,35 @@ def test_traces_reach_preemptions_hits_and_tails() -> None:
     assert num_preemptions > 20 and num_hits > 20 and num_left_out > 200
     # Exact steps, masked ones, and the one size that fits twice into forty tokens.
     assert tails == {None, 0, KEEP}
+
+
+def test_blocks_without_a_state_are_gone_on_from_by_a_replay() -> None:
+    rule = ReplayRule(ReplayMode.COMPACT, KEEP, num_replayed=6)
+    checked = make_checked(rule, num_snapshots=1)
+    long, other = prompt_of(40), prompt_of(40, 1)
+    run(checked, long)
+    # It takes the only snapshot away.
+    run(checked, other)
+    num_before = checked.device.num_replayed
+    again = run(checked, long)
+    # The tail starts at 31, so seven blocks of it are of use; six tokens before them are replayed.
+    assert checked.num_cached[again] == 28 - 6
+    assert checked.device.num_replayed - num_before == 6
+    # Where there is a snapshot it serves.
+    kept = make_checked(rule)
+    run(kept, long)
+    assert kept.num_cached[run(kept, [*long[:35], *prompt_of(6, 2)])] == 28
+    # An image is not cut by the beginning of a replay.
+    image = make_image(20, 5)
+    for _ in range(2):
+        cached = checked.num_cached[run(checked, long, images=(image,))]
+        run(checked, other)
+    assert cached == 20
+    # Without the rule the blocks alone are of no use.
+    plain = make_checked(COMPACT, num_snapshots=1)
+    for prompt in (long, other, long):
+        name = run(plain, prompt)
+    assert plain.num_cached[name] == 0
 
 
 @pytest.mark.parametrize("rule", [COMPACT, MASK])

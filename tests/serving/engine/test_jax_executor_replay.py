@@ -7,8 +7,10 @@ those that leave tokens out; engines that differ in what they share, in company 
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -133,6 +135,45 @@ def test_tokens_do_not_depend_on_prefixes(
     for index, num_cached in ((0, 0), (0, 128), (1, 128), (2, 0), (2, 128), (0, 0), (1, 128)):
         outputs, cached = run(engine, executor, [prompts[index]])
         assert (outputs[0], cached[0]) == (cold[index], num_cached), index
+
+
+def test_blocks_without_states_are_gone_on_from(
+    executor: JaxExecutor, prompts: list[list[int]], cold: list[list[int]]
+) -> None:
+    """The tail of the longer prompt starts at 134, so the state at 128 can be made anew."""
+    num_replayed = executor.model.num_replayed
+    assert num_replayed == 7 * executor.model.topology.num_encoder_layers + 3
+    rule = replace(COMPACT, num_replayed=num_replayed)
+    engine = make_engine(executor, rule, NUM_SNAPSHOTS)
+    assert run(engine, executor, [prompts[1]]) == ([cold[1]], [0])
+    state = snapshot_of(engine, executor)
+    entries = [np.asarray(jax.tree.leaves(s.entries)[0]) for s in executor.cache.sources]
+    # Only the blocks stay.
+    prefixes = engine._table.prefixes
+    for key in list(prefixes._used_slots.values()):
+        prefixes.drop_unused_snapshot(key)
+    assert run(engine, executor, [prompts[1]]) == ([cold[1]], [128 - num_replayed])
+    np.testing.assert_allclose(snapshot_of(engine, executor), state, rtol=0, atol=1e-4)
+    # The block that others share was read and not written.
+    block = engine._table.prefixes.block(next(iter(prefixes._entries)))
+    for source, before in zip(executor.cache.sources, entries, strict=True):
+        after = np.asarray(jax.tree.leaves(source.entries)[0])
+        np.testing.assert_array_equal(after[block], before[block])
+    # With a shorter replay windows would lack what they see.
+    short = replace(COMPACT, num_replayed=8)
+    other = make_engine(executor, short, NUM_SNAPSHOTS)
+    run(other, executor, [prompts[1]])
+    for key in list(other._table.prefixes._used_slots.values()):
+        other._table.prefixes.drop_unused_snapshot(key)
+    assert run(other, executor, [prompts[1]])[1] == [128 - 8]
+    assert np.abs(snapshot_of(other, executor) - state).max() > 1e-3
+
+
+def snapshot_of(engine: Engine, executor: JaxExecutor) -> np.ndarray:
+    """The last lower window of the first snapshot in use, float32."""
+    slot = next(iter(engine._table.prefixes._used_slots))
+    layer = executor.model.topology.num_encoder_layers - 1
+    return np.asarray(executor.cache.rings[layer][slot], np.float32)
 
 
 def test_tokens_do_not_depend_on_chunks(

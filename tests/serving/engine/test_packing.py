@@ -74,13 +74,15 @@ def test_the_buffer_holds_every_array_where_the_layout_says() -> None:
 
 
 def test_a_tail_adds_its_columns_before_the_block_tables() -> None:
-    tail = StepTail(3, np.array([130, 1], np.int32))
+    starts = [np.array(pair, np.int32) for pair in ((130, 1), (40, 0), (128, 0))]
+    tail = StepTail(3, *starts)
     step = pack(replace(make_plan(), tail=tail))
     assert (step.num_tail_tokens, pack(make_plan()).num_tail_tokens) == (3, None)
     np.testing.assert_array_equal(step.tail_starts, [130, 1, 0, 0])
-    np.testing.assert_array_equal(step.visible_starts, [0, 0, 0, 0])
+    np.testing.assert_array_equal(step.visible_starts, [40, 0, 0, 0])
+    np.testing.assert_array_equal(step.entry_starts, [128, 0, 0, 0])
     places = layout(BUCKET, has_tail=True)
-    assert list(places)[-3:] == ["visible_starts", "tail_starts", "block_tables"]
+    assert list(places)[-4:-1] == ["visible_starts", "entry_starts", "tail_starts"]
     offset, shape, dtype = places["tail_starts"]
     np.testing.assert_array_equal(step.buffer[offset : offset + 4].view(dtype), [130, 1, 0, 0])
     for name, (values, _) in EXPECTED.items():

@@ -131,14 +131,16 @@ def test_use_of_the_kv_tiers() -> None:
         num_fetched_blocks=7,
         num_stored_blocks=8,
         num_opened=9,
+        swap_in_ns=10 * 10**9,
+        swap_in_hidden_ns=11 * 10**9,
         num_waiting=10,
         is_open=True,
     )
     found = samples(ServiceMetrics(), WorkerStatus(1, None, ENGINE, offload=offload))
     names = ("hits", "misses", "faults", "late", "skipped", "unused", "fetched_blocks")
-    names += ("stored_blocks", "breaker_opened")
+    names += ("stored_blocks", "breaker_opened", "swap_in_seconds", "swap_in_hidden_seconds")
     values = [found[f"deepinfer_kv_offload_{name}_total"] for name in names]
-    assert values == list(range(1, 10))
+    assert values == list(range(1, 12))
     assert found["deepinfer_kv_offload_waiting"] == 10
     assert found["deepinfer_kv_offload_breaker_open"] == 1
     without = samples(ServiceMetrics(), WorkerStatus(1, None, ENGINE))

@@ -127,9 +127,14 @@ class Cache:
         return replies[0]
 
     def fetch(
-        self, keys: list[bytes], first: int = 0, num_usable: int = 0, salt: str = ""
+        self,
+        keys: list[bytes],
+        first: int = 0,
+        num_usable: int = 0,
+        salt: str = "",
+        has_state: bool = True,
     ) -> PrefixFetched:
-        reply = self.ask(FetchPrefix("r", tuple(keys), first, num_usable, salt))
+        reply = self.ask(FetchPrefix("r", tuple(keys), first, num_usable, salt, has_state))
         assert isinstance(reply, PrefixFetched)
         return reply
 
@@ -190,7 +195,9 @@ def read_of(keys: list[bytes], has_state: bool = True) -> KVRead:
     return KVRead(1, groups, state_bytes(keys[-1])[None] if has_state else states)
 
 
-def check_prefix(reply: PrefixFetched, keys: list[bytes], first: int = 0) -> None:
+def check_prefix(
+    reply: PrefixFetched, keys: list[bytes], first: int = 0, has_state: bool = True
+) -> None:
     """The answer is the prefix `keys`, with the bytes that a test stores under them."""
     prefix = reply.prefix
     assert prefix is not None, reply.error
@@ -198,7 +205,9 @@ def check_prefix(reply: PrefixFetched, keys: list[bytes], first: int = 0) -> Non
     for group, data in enumerate(prefix.groups):
         expected = [block_bytes(key, group) for key in keys[first:]]
         np.testing.assert_array_equal(data, np.stack(expected))
-    np.testing.assert_array_equal(prefix.state, state_bytes(keys[-1]))
+    assert (prefix.state is not None) == has_state
+    if prefix.state is not None:
+        np.testing.assert_array_equal(prefix.state, state_bytes(keys[-1]))
 
 
 @contextmanager

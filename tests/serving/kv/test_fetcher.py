@@ -82,6 +82,18 @@ def test_a_prefix_ends_where_a_state_is(tmp_path: Path) -> None:
         at_rest(cache)
 
 
+def test_blocks_without_a_state_are_fetched_where_none_is_needed(tmp_path: Path) -> None:
+    keys = keys_of(6)
+    with running(tmp_path) as cache:
+        cache.put(keys[:3])
+        cache.put(keys[:5], has_state=False)
+        check_prefix(cache.fetch(keys, has_state=False), keys[:5], has_state=False)
+        reply = cache.fetch(keys, first=2, num_usable=4, has_state=False)
+        check_prefix(reply, keys[:5], first=2, has_state=False)
+        assert cache.fetch(keys, first=3, num_usable=5, has_state=False).prefix is None
+        at_rest(cache)
+
+
 def test_what_an_earlier_process_stored_is_read_once_for_all_who_want_it(tmp_path: Path) -> None:
     keys = keys_of(4)
     store = stored_by_hand(keys)

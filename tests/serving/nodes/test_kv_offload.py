@@ -6,12 +6,14 @@ Method: a worker around a real engine and a simulated device; the test plays dri
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from serving.core.kv_transfer import KVTransfer
+from serving.core.kv_transfer import KVTransfer, SwapInTimes
 from serving.core.prefix_transfer import StagedPrefix
+from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.request import Request, SamplingParams
 from serving.core.step_plan import StepPlan
 from serving.engine.engine import Engine
@@ -28,22 +30,17 @@ from serving.kv.offload import (
 from serving.nodes import messages
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import AskCache, Execute, NodeId, Send, SetTimer
-from tests.serving.engine.checked_engine import (
-    BUCKETS,
-    make_limits,
-)
+from tests.serving.engine.checked_engine import BUCKETS, make_limits
+from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import (
-    VOCAB_SIZE,
+    ROLLBACK_MAX,
+    WINDOW,
     SimulatedDevice,
     expected_tokens,
 )
 
 WORKER, FRONTEND = NodeId("mesh_worker", "0"), NodeId("frontend", "0")
 LIMITS = OffloadLimits(wait_ns=1000, faults_max=2, retry_ns=5000, fetching_max=3)
-
-
-def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
-    return tuple((i * 5 + salt * 3 + 1) % VOCAB_SIZE for i in range(length))
 
 
 class Rig:
@@ -60,10 +57,11 @@ class Rig:
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
         self.sent: list[messages.Message] = []
+        self.swap_in: SwapInTimes | None = None
 
-    def submit(self, name: str, prompt: tuple[int, ...], **sampling: Any) -> Request:
+    def submit(self, name: str, prompt: Sequence[int], **sampling: Any) -> Request:
         params = SamplingParams(**{"max_tokens": 9, "temperature": 0, "seed": 3, **sampling})
-        request = Request(name, prompt, params)
+        request = Request(name, tuple(prompt), params)
         self.give(messages.Submit(request))
         return request
 
@@ -102,7 +100,8 @@ class Rig:
             if isinstance(waiting.pop(0), KVTransfer):
                 message = messages.BlocksRead(self.device.collect_read())
             else:
-                message = messages.StepDone(self.device.collect())
+                result = dataclasses.replace(self.device.collect(), swap_in=self.swap_in)
+                message = messages.StepDone(result)
             self.worker.on_message(WORKER, message)
 
     def take(self, message: messages.Message) -> None:
@@ -137,7 +136,7 @@ class Rig:
         return call
 
 
-def stored(rig: Rig, prompt: tuple[int, ...]) -> tuple[StagedPrefix, StorePrefix]:
+def stored(rig: Rig, prompt: Sequence[int]) -> tuple[StagedPrefix, StorePrefix]:
     """A prefix as it is stored after `rig` has computed a prompt."""
     request = rig.submit("source", prompt, max_tokens=1)
     fetch = rig.only_call(FetchPrefix)
@@ -170,6 +169,48 @@ def test_a_stored_prefix_is_used() -> None:
     rig.check(again)
     assert rig.cached["b"] == 28
     assert not any(isinstance(call, FetchPrefix) for call in rig.calls)
+
+
+def test_with_replay_no_states_are_stored_nor_asked_for() -> None:
+    rule = ReplayRule(ReplayMode.MASK, WINDOW + ROLLBACK_MAX, num_replayed=6)
+    prompt, source = prompt_of(40), Rig(replay=rule)
+    source.submit("source", prompt, max_tokens=1)
+    fetch = source.only_call(FetchPrefix)
+    assert len(fetch.keys) == 7 and not fetch.has_state
+    source.reply(PrefixFetched("source", None))
+    offers = [call for call in source.calls if isinstance(call, OfferPrefix)]
+    source.calls.clear()
+    offer = max(offers, key=lambda offer: len(offer.keys))
+    assert fetch.keys == offer.keys[:7]
+    source.reply(PrefixWanted(offer.offer_id, (), True))
+    assert source.calls == []
+    rig = Rig(replay=rule)
+    rig.submit("other", prompt, max_tokens=1)
+    rig.reply(PrefixFetched("other", None))
+    (offer,) = [call for call in rig.calls if getattr(call, "keys", None) == offer.keys]
+    assert isinstance(offer, OfferPrefix)
+    rig.calls.clear()
+    rig.reply(PrefixWanted(offer.offer_id, offer.keys, True))
+    store = rig.only_call(StorePrefix)
+    assert store.state is None and not len(store.read.states)
+    rig = Rig(replay=rule)
+    request = rig.submit("a", prompt)
+    groups = tuple(group[:7] for group in store.read.groups)
+    rig.reply(PrefixFetched("a", StagedPrefix(fetch.keys, 0, groups, None)))
+    assert rig.cached == {"a": 28 - 6} and rig.status().num_hits == 1
+    tail_start = rule.tail_start(len(prompt))
+    expected = expected_tokens(request, 3, rig.limits.context_max, tail_start)
+    assert rig.tokens["a"] == expected
+
+
+def test_times_of_swap_ins_add_up() -> None:
+    rig = Rig()
+    rig.swap_in = SwapInTimes(50, 40)
+    rig.submit("a", prompt_of(3), max_tokens=2)
+    rig.swap_in = None
+    rig.submit("b", prompt_of(3), max_tokens=2)
+    status = rig.status()
+    assert (status.swap_in_ns, status.swap_in_hidden_ns) == (100, 80)
 
 
 @pytest.mark.parametrize("error", [None, "broken"])
