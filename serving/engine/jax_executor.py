@@ -160,10 +160,7 @@ class JaxExecutor(CacheOwner):
         self._controls = _DeviceControls(self.mesh, buckets, num_slots, vocab_size)
         self._steps = self._compile(buckets, replay, report, watch, kv_clock is not None)
         if kv_clock is not None:
-            lines = (*self.identity.values(), description(self.layout))
-            most = buckets.largest(StepKind.PREFILL).num_blocks
-            moves = CacheTransfers(self.cache, BLOCKS_PER_CALL, most)
-            self.kv_moves = KVMoves.of(moves, lines, topology.part_of_group, kv_clock, self._engram)
+            self.kv_moves = self._make_moves(buckets, kv_clock)
         self._in_flight: deque[tuple[StepPlan, ReportedResult]] = deque()
         self._unread: deque[tuple[StepPlan, jax.Array]] = deque()
         self._sampled = np.zeros(num_slots, np.int32)
@@ -339,6 +336,13 @@ class JaxExecutor(CacheOwner):
                 f"({str(error).splitlines()[0]}); expected fewer engine.num_blocks, "
                 "engine.decode_rows or engine.prefix_snapshots"
             ) from None
+
+    def _make_moves(self, buckets: BucketTable, now_ns: Callable[[], int]) -> KVMoves:
+        lines = (*self.identity.values(), description(self.layout))
+        num_blocks_max = buckets.largest(StepKind.PREFILL).num_blocks
+        moves = CacheTransfers(self.cache, BLOCKS_PER_CALL, num_blocks_max)
+        parts = self.model.topology.part_of_group
+        return KVMoves.of(moves, lines, parts, now_ns, self._engram)
 
     def _compile(
         self,
