@@ -21,7 +21,7 @@ SERVING_ORDER = (
     ("__main__",),
     ("kv_commands", "mesh_planner"),
     ("offline", "planner", "simulate", "kv_process", "metadata_process", "node_process"),
-    ("loading",),
+    ("loading", "kv_storage"),
     ("cluster",),
     ("frontend", "sim"),
     ("transport",),
@@ -30,6 +30,7 @@ SERVING_ORDER = (
     ("kv",),
     ("core",),
     ("observe", "config", "clock", "code_version"),
+    ("kv_config",),
 )
 NODES_ORDER = (
     ("member_worker",),

@@ -141,7 +141,8 @@ class Project:
             tomllib.loads(described.read_text()).get("project", {}) if described.exists() else {}
         )
         extras = table.get("optional-dependencies", {})
-        optional = [*extras.get("plot", []), *extras.get("tracing", [])]
+        kinds = ("plot", "tracing", "mooncake")
+        optional = [requirement for kind in kinds for requirement in extras.get(kind, [])]
         needed = _import_names([*table.get("dependencies", []), *optional])
         dev = _import_names(extras.get("dev", []))
         return cls(top_level, texts, needed, needed | dev)
@@ -211,6 +212,7 @@ def _import_names(requirements: list[str]) -> frozenset[str]:
     """Names under which the distributions of a requirements list are imported."""
     special = {
         "opentelemetry_sdk": "opentelemetry",
+        "mooncake_transfer_engine_non_cuda": "mooncake",
         "orbax_checkpoint": "orbax",
         "pillow": "PIL",
         "pyyaml": "yaml",

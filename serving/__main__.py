@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command in ("keys", "usage"):
             return _administrate(config, options)
         if options.command == "cache":
-            return ask_cache(options, config.kv)
+            return ask_cache(options, config.kv, config.cluster)
         _set_process_up(config)
         if options.command == "node" and options.role in WORKER_ROLES:
             return _work(config, options)
         if options.command == "node":
             # Devices belong to the servers.
             os.environ["JAX_PLATFORMS"] = "cpu"
-            return run_node(options, config.kv)
+            return run_node(options, config.kv, config.cluster)
         if options.command == "generate":
             return _generate(config, options)
         return _serve(config, lambda: _config_of(options), options)
@@ -211,9 +211,10 @@ def _serve(
     listener = _bind(config.server.host, config.server.port)
     with listener, UsageLog(database) as usage:
         _say(f"Loading {config.model.directory} ({config.model.cache_format} cache)")
-        with cache_process(config.kv, options) as cache:
+        with cache_process(config.kv, config.cluster, options) as cache:
             model = _load(config)
-            with cache_link(config.kv, model.facts.kv_form, cache, _say) as link:
+            form = model.facts.kv_form
+            with cache_link(config.kv, config.cluster, form, cache, _say) as link:
                 tenancy = _Tenancy(authenticator, usage, reread)
                 return asyncio.run(_serve_model(config, model, listener, tenancy, link))
 
@@ -236,7 +237,7 @@ def _work(config: ServingConfig, options: argparse.Namespace) -> int:
 
     check_node(config, options.role, options.name)
     model = _load(config)
-    with cache_link(config.kv, model.facts.kv_form, None, _say) as link:
+    with cache_link(config.kv, config.cluster, model.facts.kv_form, None, _say) as link:
         executor = TimedExecutor(model.executor, SystemClock().now_ns)
         parts = WorkerParts(executor, model.facts, model.grammars, model.programs, link)
         node_id = NodeId(options.role, options.name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from serving.kv_config import SECONDS_MAX, KVOptions
 from sharding.config_file import check, load
 
 CONFIGS_DIR = Path(__file__).parent / "configs"
@@ -22,9 +23,6 @@ COUNT_MAX = 2**31 - 1
 
 BYTES_MAX = 2**60
 """More than any pool of memory has."""
-
-SECONDS_MAX = 1e6
-"""Longer waits are a slip of the pen: eleven days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,66 +254,6 @@ class PriceOptions:
         for option in fields(self):
             value = getattr(self, option.name)
             check(0 <= value <= COUNT_MAX, option.name, value, f"0 to {COUNT_MAX}")
-
-
-@dataclass(frozen=True, slots=True)
-class KVOptions:
-    """Where computed prefixes are kept beyond device memory.
-
-    `storage`: `off` keeps none; `memory` keeps them in shared memory only; `disk` in `directory`,
-    too.
-    `directory`: of the disk tier, which one cache process uses alone.
-    `address`: of a cache process that runs already; empty starts one for this server.
-    `metadata`: address of the metadata node of a store that several hosts use; empty for a store
-    of one cache process.
-    `memory_directory`: a memory file system for the shared memory.
-    `host_bytes`, `disk_bytes`: how large shared memory and the disk tier may become.
-    `tenant_bytes`: of one tenant, in each of them; 0 is no limit.
-    `ttl_s`: how long a stored block may be used after it was computed; 0 is no limit.
-    `wait_s`: how long a request waits for its stored prefix before it computes it instead.
-    `retry_s`: how long tiers that have failed are left alone.
-    `sightings_min`: how often the end of a prompt must have been computed to be stored; 2 stores
-    only what was seen again.
-    `segment_bytes`, `flush_s`: what was computed is written when so much waits, or for so long.
-    `lease_s`: what a worker or a host holds or writes is taken back after so long.
-    `model_revision`: names the weights; empty computes a digest, which reads all of them.
-    """
-
-    storage: Literal["off", "memory", "disk"] = "off"
-    directory: str = ""
-    address: str = ""
-    metadata: str = ""
-    memory_directory: str = "/dev/shm"
-    host_bytes: int = 256 * 2**20
-    disk_bytes: int = 16 * 2**30
-    tenant_bytes: int = 0
-    ttl_s: int = 0
-    wait_s: float = 1.0
-    retry_s: float = 10.0
-    sightings_min: int = 1
-    segment_bytes: int = 16 * 2**20
-    flush_s: float = 1.0
-    lease_s: float = 60.0
-    model_revision: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("host_bytes", "disk_bytes", "segment_bytes"):
-            check(getattr(self, name) >= 2**16, name, getattr(self, name), "at least 65536")
-        for name in ("tenant_bytes", "ttl_s"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "0 (no limit) or more")
-        check(self.sightings_min >= 1, "sightings_min", self.sightings_min, "at least 1")
-        # A client waits no longer than this for its admission, grammar included.
-        check(0 < self.wait_s <= 5, "wait_s", self.wait_s, "more than 0, to 5")
-        for name in ("retry_s", "flush_s", "lease_s"):
-            seconds = getattr(self, name)
-            check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
-        if self.storage == "disk" and not self.address:
-            check(bool(self.directory), "directory", "nothing", "a directory for storage = 'disk'")
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is kept."""
-        return self.storage != "off"
 
 
 WORKER_ROLES = ("prefill", "decode")

@@ -5,27 +5,24 @@ runs already (`kv.address`), which several servers of a machine may share and wh
 """
 
 import contextlib
-import fcntl
 import os
-import random
 import secrets
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
-from serving.config import KVOptions
 from serving.kv import wire
-from serving.kv.directory_link import DirectoryLink
+from serving.kv.cluster_key import ClusterKey
 from serving.kv.fetcher import Fetcher, FetcherOptions
 from serving.kv.host_tier import SharedArena, remove_abandoned
-from serving.kv.shared_tier import SharedTier
-from serving.kv.store import BlockStore, StoreError
 from serving.kv.write_behind import WriteBehindOptions
+from serving.kv_config import KVOptions
+from serving.kv_storage import READY, check_address, open_storage, print_ready
 from serving.transport.driver import SystemClock
 from sharding.config_file import ConfigError
 
@@ -34,31 +31,32 @@ _SOCKET_NAME = "cache.sock"
 _SOCKET_PATH_MAX = 100
 """A socket's path has to fit into 107 bytes."""
 
-_LOCK_WAIT_S = 10.0
 _RESTART_S = 1.0
-_METADATA_S = 5.0
-"""For an answer of the metadata node; requests wait for no longer than `kv.wait_s`."""
-
-READY = "cache ready"
+_READY_LINE = f"cache {READY}"
 
 
 def default_address(options: KVOptions) -> str:
     """Where the cache process of a directory listens, or of this server alone without one."""
     path = Path(options.directory or ".").expanduser().resolve() / _SOCKET_NAME
-    if options.storage == "disk" and not options.metadata and len(str(path)) <= _SOCKET_PATH_MAX:
+    if options.directory and not options.metadata and len(str(path)) <= _SOCKET_PATH_MAX:
         return f"ipc://{path}"
     folder = Path(tempfile.mkdtemp(prefix=_ARENA_PREFIX))
     return f"ipc://{folder / _SOCKET_NAME}"
 
 
-def run_cache(options: KVOptions, address: str, parent: int | None = None) -> None:
+def run_cache(
+    options: KVOptions, address: str, parent: int | None = None, key: ClusterKey | None = None
+) -> None:
     """Keep prefixes until asked to stop, or until the process `parent` is gone.
+
+    With a key, only those who have it are answered.
 
     Raises:
         ConfigError: the memory, the directory or the address cannot be used.
     """
+    check_address(address, key)
     with contextlib.ExitStack() as stack:
-        store = _open_store(options, stack)
+        store = open_storage(options, key, stack)
         arena = _make_arena(options)
         try:
             fetcher = Fetcher(
@@ -72,82 +70,15 @@ def run_cache(options: KVOptions, address: str, parent: int | None = None) -> No
                 ),
                 options.tenant_bytes,
                 options.ttl_s,
+                key,
             )
         except zmq.ZMQError as error:
             arena.close()
             raise ConfigError(f"{address}: cannot listen there: {error.strerror}") from None
         if parent is not None:
             fetcher.stop_when(lambda: os.getppid() != parent)
-        print_ready(address)
+        print_ready("cache", address)
         fetcher.run()
-
-
-def print_ready(address: str, line: str = READY) -> None:
-    """Tell whoever started this process that it answers."""
-    sys.stdout.write(f"{line} {address}\n")
-    sys.stdout.flush()
-
-
-def _open_store(options: KVOptions, stack: contextlib.ExitStack) -> BlockStore | None:
-    if options.storage == "memory":
-        return None
-    directory = Path(options.directory).expanduser()
-    if options.metadata:
-        return _open_shared_store(options, directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(_locked(directory))
-        # Imported here, because it takes seconds and other tiers need none of it.
-        from serving.kv.orbax_tier import OrbaxTier
-
-        return OrbaxTier(
-            directory / "segments",
-            options.disk_bytes,
-            SystemClock(),
-            options.tenant_bytes,
-            options.ttl_s,
-        )
-    except StoreError as error:
-        raise ConfigError(f"kv.directory: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"kv.directory: {directory}: {error.strerror or error}") from None
-
-
-def _open_shared_store(options: KVOptions, directory: Path) -> BlockStore:
-    from serving.kv.orbax_tier import SharedOrbaxSegments
-
-    try:
-        segments = SharedOrbaxSegments(
-            directory / "segments", random.Random(secrets.token_bytes(32))
-        )
-    except OSError as error:
-        raise ConfigError(f"kv.directory: {directory}: {error.strerror or error}") from None
-    try:
-        link = DirectoryLink(options.metadata, SystemClock(), _METADATA_S)
-        return SharedTier(segments, link)
-    except StoreError as error:
-        raise ConfigError(f"kv.metadata: {error}") from None
-    except zmq.ZMQError as error:
-        raise ConfigError(f"kv.metadata: {options.metadata}: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold a directory for this process alone; one that is being given up is waited for."""
-    with (directory / "lock").open("a") as file:
-        waiting = threading.Event()
-        for _ in range(round(_LOCK_WAIT_S / 0.1)):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waiting.wait(0.1)
-        else:
-            raise ConfigError(
-                f"kv.directory: {directory} is used by another cache process; use that one "
-                f"(kv.address = 'ipc://{directory / _SOCKET_NAME}') or another directory"
-            )
-        yield
 
 
 def _make_arena(options: KVOptions) -> SharedArena:
@@ -168,10 +99,14 @@ class CacheProcess:
 
     Args:
         arguments: of the command line that tell it the configuration.
+        key: that it is told of in its configuration, if any.
     """
 
-    def __init__(self, options: KVOptions, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, options: KVOptions, arguments: Sequence[str], key: ClusterKey | None = None
+    ) -> None:
         self.address = default_address(options)
+        self._key = key
         self._arguments = list(arguments)
         self._is_stopping = threading.Event()
         self._process = self._start()
@@ -185,7 +120,7 @@ class CacheProcess:
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        if not line.startswith(READY):
+        if not line.startswith(_READY_LINE):
             raise ConfigError(f"the cache process ended with code {self._process.wait()}")
         self._watcher.start()
 
@@ -199,7 +134,7 @@ class CacheProcess:
         self._is_stopping.set()
         if self._process.poll() is None:
             with contextlib.suppress(ConfigError):
-                ask(self.address, "stop", timeout_s=5.0)
+                ask(self.address, "stop", timeout_s=5.0, key=self._key)
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
@@ -233,26 +168,33 @@ class CacheProcess:
 
 
 def ask(
-    address: str, what: str, tenant: bytes | None = None, timeout_s: float = 60.0
+    address: str,
+    what: str,
+    tenant: bytes | None = None,
+    timeout_s: float = 60.0,
+    key: ClusterKey | None = None,
+    node: str = "",
 ) -> dict[str, float | int]:
-    """Ask a node of the KV tiers for numbers, or to do something.
+    """Ask a node of the KV tiers, which has the same key, for numbers or to do something.
+
+    `tenant` and `node` as in `wire.Ask`.
 
     Raises:
         ConfigError: it does not answer, or refuses.
     """
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+    context = zmq.Context[zmq.Socket[bytes]]()
     try:
-        socket.connect(address)
-        socket.send(wire.encode(wire.Ask(1, what, tenant)))
-        if not socket.poll(round(timeout_s * 1000)):
-            raise ConfigError(f"{address} does not answer; is a cache process running there?")
-        answer = wire.decode(socket.recv())
+        with contextlib.closing(wire.connect(context, address, key)) as socket:
+            socket.send(wire.encode(wire.Ask(1, what, tenant, node=node)))
+            if not socket.poll(round(timeout_s * 1000)):
+                raise ConfigError(
+                    f"{address} does not answer; is a node running there, with the same "
+                    "cluster.key_file?"
+                )
+            answer = wire.decode(socket.recv())
     except zmq.ZMQError as error:
         raise ConfigError(f"{address}: {error.strerror}; expected ipc://PATH or tcp://…") from None
     finally:
-        socket.close()
         context.term()
     if not isinstance(answer, wire.Answer) or answer.error is not None:
         raise ConfigError(f"{address}: {getattr(answer, 'error', None) or 'no such question'}")

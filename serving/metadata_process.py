@@ -16,10 +16,11 @@ import msgspec
 import zmq
 
 from serving.clock import Clock, ns_of_s
-from serving.config import KVOptions
 from serving.kv import directory_calls, wire
+from serving.kv.cluster_key import ClusterKey
 from serving.kv.directory import Directory, DirectoryTimes
 from serving.kv.placements import PlacementFile
+from serving.kv_config import KVOptions
 from serving.nodes.metadata_node import MetadataNode
 from serving.transport.driver import SystemClock
 from sharding.config_file import ConfigError
@@ -51,6 +52,7 @@ class MetadataProcess:
     Args:
         address: where to listen.
         services: each with the messages that it takes; no two take the same.
+        key: what those must have who are answered; None answers everybody.
 
     Raises:
         zmq.ZMQError: it cannot listen there.
@@ -61,8 +63,9 @@ class MetadataProcess:
         address: str,
         services: Sequence[tuple[Service, Sequence[type[msgspec.Struct]]]],
         clock: Clock,
+        key: ClusterKey | None = None,
     ) -> None:
-        self._context, self._socket = wire.bind(address)
+        self._context, self._socket = wire.bind(address, key)
         self._services = [service for service, _ in services]
         self._by_type = {kind: service for service, kinds in services for kind in kinds}
         self._decoder = msgspec.msgpack.Decoder(Union[tuple(self._by_type)])  # noqa: UP007
@@ -152,7 +155,13 @@ def numbers_of(node: MetadataNode) -> dict[str, float | int]:
     }
 
 
-def run_metadata(options: KVOptions, name: str, address: str, ready: Callable[[str], None]) -> None:
+def run_metadata(
+    options: KVOptions,
+    name: str,
+    address: str,
+    ready: Callable[[str], None],
+    key: ClusterKey | None = None,
+) -> None:
     """Serve the directory of a store until asked to stop; `ready` is told the address.
 
     Raises:
@@ -178,6 +187,7 @@ def run_metadata(options: KVOptions, name: str, address: str, ready: Callable[[s
             address,
             [(node, get_args(directory_calls.Call)), (administration, [wire.Ask])],
             clock,
+            key,
         )
         administration.on_stop = process.stop
         ready(process.address)

@@ -16,9 +16,10 @@ import zmq
 
 from serving.clock import Clock
 from serving.kv import directory_calls as calls
+from serving.kv.cluster_key import ClusterKey
 from serving.kv.directory_calls import Call, Reply
 from serving.kv.store import StoreError
-from serving.kv.wire import Loop, encode
+from serving.kv.wire import Loop, connect, encode
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ _decoder = msgspec.msgpack.Decoder(Reply)
 class DirectoryLink:
     """Asks the metadata node at `address`, with `timeout_s` for each answer.
 
+    It has the same `key`, if any.
+
     Set `on_epoch` and `on_doomed` before `start`; they are called on the link's thread and must not
     wait for it.
 
@@ -38,17 +41,15 @@ class DirectoryLink:
         zmq.ZMQError: that is no address.
     """
 
-    def __init__(self, address: str, clock: Clock, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, clock: Clock, timeout_s: float, key: ClusterKey | None = None
+    ) -> None:
         self._address = address
         self._timeout_s = timeout_s
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._context = zmq.Context[zmq.Socket[bytes]]()
         try:
-            self._socket.connect(address)
+            self._socket = connect(self._context, address, key)
         except zmq.ZMQError:
-            self._socket.close()
             self._context.term()
             raise
         self._loop = Loop(clock)

@@ -23,9 +23,10 @@ import zmq
 
 from serving.clock import Clock, ns_of_s
 from serving.kv import wire
+from serving.kv.cluster_key import ClusterKey
 from serving.kv.host_tier import HostTier, Place, SharedArena
 from serving.kv.storage_reads import Fetch, StorageReads
-from serving.kv.store import BlockStore, Name, PayloadKind, StoreError
+from serving.kv.store import BlockStore, Name, PayloadKind, SparesStore, StoreError
 from serving.kv.write_behind import WriteBehind, WriteBehindOptions
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Fetcher:
         arena: shared memory made by this process, which is closed at the end.
         store: the storage tier, closed too; None keeps everything in memory only.
         tenant_bytes_max, ttl_s: limits of the host tier, as for the storage tier.
+        key: what workers must have; None listens to everybody.
 
     Raises:
         zmq.ZMQError: it cannot listen there.
@@ -97,9 +99,10 @@ class Fetcher:
         options: FetcherOptions | None = None,
         tenant_bytes_max: int = 0,
         ttl_s: int = 0,
+        key: ClusterKey | None = None,
     ) -> None:
         # First, because it is what can fail.
-        self._context, self._socket = wire.bind(address)
+        self._context, self._socket = wire.bind(address, key)
         self._clock = clock
         self._options = options or FetcherOptions()
         self._arena = arena
@@ -360,9 +363,33 @@ class Fetcher:
                     return {"corrupt": 0 if store is None else len(store.verify())}
 
                 self._in_background(verify, answer)
+            case "repair" | "drain" | "rejoin":
+                self._on_spares(client, message)
             case _:
-                error = f"{message.what!r} is not known; expected stats, flush, purge, verify, stop"
+                error = (
+                    f"{message.what!r} is not known; expected stats, flush, purge, verify, repair, "
+                    "drain, rejoin, stop"
+                )
                 self._send(client, wire.Answer(message.call, error=error))
+
+    def _on_spares(self, client: bytes, message: wire.Ask) -> None:
+        """What only a tier over several nodes can do."""
+        store = self._store
+        if not isinstance(store, SparesStore):
+            error = f"{message.what}: this storage has no nodes; expected kv.storage = 'erasure'"
+            self._send(client, wire.Answer(message.call, error=error))
+            return
+
+        def work() -> wire.Answer:
+            try:
+                if message.what == "repair":
+                    return wire.Answer(message.call, {"repaired": store.repair()})
+                num_held = store.leave(message.node, message.what == "drain")
+                return wire.Answer(message.call, {"fragments": num_held})
+            except StoreError as error:
+                return wire.Answer(message.call, error=str(error))
+
+        self._in_background(work, lambda answer: self._send(client, answer))
 
     def numbers(self) -> dict[str, int]:
         """What it holds now and has done since its start, under names."""

@@ -21,6 +21,7 @@ from serving.clock import Clock
 from serving.core.kv_transfer import KVRead
 from serving.core.prefix_transfer import StagedPrefix
 from serving.kv import wire
+from serving.kv.cluster_key import ClusterKey
 from serving.kv.host_tier import Place, SharedArena, StalePlaceError
 from serving.kv.offload import (
     CacheCall,
@@ -53,18 +54,19 @@ Reply = Callable[[CacheReply], None]
 
 
 class CacheLink:
-    """Carries calls to the cache at `address`. Start it with `start`, end it with `close`."""
+    """Carries calls to the cache at `address`, which has the same key, if any.
 
-    def __init__(self, address: str, form: PayloadForm, clock: Clock) -> None:
+    Start it with `start`, end it with `close`.
+    """
+
+    def __init__(
+        self, address: str, form: PayloadForm, clock: Clock, key: ClusterKey | None = None
+    ) -> None:
         self._form = form
         self._clock = clock
         self._loop = wire.Loop(clock)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # What the other side does not take is refused rather than kept: whoever waits goes on.
-        self._socket.setsockopt(zmq.SNDHWM, 1000)
-        self._socket.connect(address)
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._socket = wire.connect(self._context, address, key)
         self._loop.listen(self._socket, self._receive)
         self._numbers = itertools.count(1)
         self._calls: dict[int, tuple[CacheCall, Reply]] = {}

@@ -75,7 +75,7 @@ class OrbaxSegments:
                 shutil.rmtree(path, ignore_errors=True)
         return sizes
 
-    def choose_name(self) -> str:
+    def choose_name(self, size: int) -> str:
         """The next number."""
         return f"{next(self._numbers):012d}"
 
@@ -139,7 +139,7 @@ class SharedOrbaxSegments(OrbaxSegments):
                 shutil.rmtree(path, ignore_errors=True)
         return sizes
 
-    def choose_name(self) -> str:
+    def choose_name(self, size: int) -> str:
         """A number of 39 digits."""
         return f"{self._random.getrandbits(128):039d}"
 

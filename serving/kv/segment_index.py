@@ -211,8 +211,9 @@ class SegmentIndex:
     def adopt(self, segment: str, rows: Sequence[Row], size: int) -> None:
         """A segment of `size` bytes is stored, whose payloads lie in it one after another.
 
-        A payload that is known from another segment stays there; a segment that is known is
-        passed over.
+        A payload that lies in several segments is taken from the one whose name comes first, so
+        that all who share a storage agree on what is not needed. A segment that is known is passed
+        over.
         """
         if segment in self._segments:
             return
@@ -223,8 +224,11 @@ class SegmentIndex:
         # The end of a prefix is to go before its beginning.
         for number, offset, row in reversed(places):
             name = row.name
-            if name in self._queue:
-                continue
+            other = self._location(name)
+            if other is not None:
+                if other.segment <= segment or self._queue.is_pinned(name):
+                    continue
+                self._drop(name)
             place = Location(segment, number, offset, row.size)
             self._queue.add(name, row.size, row.tenant, row.written_s, place)
             known.names.append(name)

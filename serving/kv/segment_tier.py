@@ -45,8 +45,8 @@ class SegmentStorage(Protocol):
         """The segments that are there, whole, with their sizes; what is unfinished is removed."""
         ...
 
-    def choose_name(self) -> str:
-        """A name that no segment has had."""
+    def choose_name(self, size: int) -> str:
+        """A name that no segment has had, for one of so many bytes."""
         ...
 
     def write(self, segment: str, parts: Sequence[Buffer]) -> None:
@@ -144,7 +144,7 @@ class SegmentTier:
                 location = self._index.find(name, now_s)
                 if location is not None:
                     self._index.touch(name)
-                    wanted.setdefault(str(location.segment), []).append((location, name))
+                    wanted.setdefault(location.segment, []).append((location, name))
         found: dict[Name, Buffer] = {}
         for segment, places in wanted.items():
             for name, data in self._read_segment(segment, places):
@@ -177,7 +177,7 @@ class SegmentTier:
         with self._lock:
             self._index.make_room(size)
             self._remove_segments()
-        segment = self._storage.choose_name()
+        segment = self._storage.choose_name(size)
         try:
             self._storage.write(segment, whole)
         except OSError as error:
@@ -253,7 +253,7 @@ class SegmentTier:
 
     def _remove_segments(self) -> None:
         for segment in self._index.take_removed():
-            self._remove_quietly(str(segment))
+            self._remove_quietly(segment)
 
     def _remove_quietly(self, segment: str) -> None:
         try:

@@ -107,7 +107,7 @@ class SharedTier:
             return
         rows = [Row.of(payloads[index]) for index in answer.granted]
         parts, size = segment_parts(rows, [payloads[index] for index in answer.granted])
-        segment = self._storage.choose_name()
+        segment = self._storage.choose_name(size)
         try:
             self._storage.write(segment, parts)
             is_kept = self._link.ask(

@@ -23,7 +23,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
@@ -196,6 +196,9 @@ class StoreCounts:
         num_evicted: payloads that made room for others or grew too old.
         num_failed: calls that the storage below refused.
         num_repaired, num_degraded: pieces that were made anew, and reads that missed some.
+        num_missing: pieces that are to be made anew.
+        num_nodes, num_nodes_away: others that keep the payloads, and those of them that do not
+            answer.
     """
 
     num_payloads: int = 0
@@ -209,6 +212,9 @@ class StoreCounts:
     num_failed: int = 0
     num_repaired: int = 0
     num_degraded: int = 0
+    num_missing: int = 0
+    num_nodes: int = 0
+    num_nodes_away: int = 0
 
 
 class StoreError(OSError):
@@ -256,4 +262,21 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Let go of files and connections."""
+        ...
+
+
+@runtime_checkable
+class SparesStore(BlockStore, Protocol):
+    """A storage tier over several nodes that can do without some of them."""
+
+    def repair(self) -> int:
+        """Make all missing pieces anew that can be made now; how many there were."""
+        ...
+
+    def leave(self, node: str, is_leaving: bool = True) -> int:
+        """Have a node give away what it holds, or take again; the number of its pieces.
+
+        Raises:
+            StoreError: there is no such node, or it does not answer.
+        """
         ...

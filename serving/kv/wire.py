@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from serving.clock import NS_PER_S, Clock
+from serving.kv.cluster_key import ClusterKey
 
 Span = tuple[int, int, int]
 """Offset, size and generation of a place in shared memory."""
@@ -97,15 +98,18 @@ class Commit(msgspec.Struct, tag=True):
 
 
 class Ask(msgspec.Struct, tag=True):
-    """Anybody to any node: `stats`, `purge`, `verify`, `repair`, `pin`, `unpin` or `stop`.
+    """Anybody to any node: `stats`, `flush`, `purge`, `verify`, `repair`, `drain`, `rejoin` or
+    `stop`.
 
-    `tenant` limits a purge; `keys` and `is_prefix` are for pins.
+    `tenant` limits a purge; `node` names the storage node that is to give away what it holds, or
+    to take again.
     """
 
     call: int
     what: str
     tenant: bytes | None = None
     keys: bytes = b""
+    node: str = ""
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -146,8 +150,36 @@ def split_keys(data: bytes) -> list[bytes]:
     return [data[at : at + 16] for at in range(0, len(data), 16)]
 
 
-def bind(address: str) -> "tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]":
+def connect(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, key: ClusterKey | None = None
+) -> "zmq.Socket[bytes]":
+    """A socket that asks one other at `address`, who must have the same key.
+
+    Raises:
+        zmq.ZMQError: the address is none.
+    """
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    # What the other side does not take is refused rather than kept: whoever waits goes on.
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if key is not None:
+        key.connect(socket)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def bind(
+    address: str, key: ClusterKey | None = None
+) -> "tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]":
     """A socket that answers many others at `address`, in a context of its own.
+
+    With a key it answers nobody else: who connects has to know the public half, too, and that
+    never leaves those who have the secret.
 
     Raises:
         zmq.ZMQError: it cannot listen there.
@@ -155,6 +187,8 @@ def bind(address: str) -> "tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[byte
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)
+    if key is not None:
+        key.listen(socket)
     try:
         socket.bind(address)
     except zmq.ZMQError:

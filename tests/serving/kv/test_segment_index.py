@@ -4,6 +4,10 @@ Method: segments of small payloads by hand; afterwards the sums of bytes and the
 segments are compared with what is left.
 """
 
+import itertools
+
+import pytest
+
 from serving.kv.segment_index import Location, Row, SegmentIndex
 from serving.kv.store import Header, Name, PayloadKind, encode, layout_id, tenant_id
 
@@ -33,14 +37,15 @@ def test_payloads_lie_one_after_another() -> None:
     assert index.num_bytes == 60 and index.in_segment("s") == {name(1), name(2), name(3)}
 
 
-def test_a_payload_stays_where_it_was_known_first_and_empty_segments_go() -> None:
+@pytest.mark.parametrize("order", list(itertools.permutations("stu")))
+def test_who_shares_segments_agrees_on_where_a_payload_lies(order: tuple[str, ...]) -> None:
+    rows = {"s": [row(1)], "t": [row(1), row(2)], "u": [row(1)]}
     index = SegmentIndex(10_000)
-    index.adopt("s", [row(1)], 100)
-    index.adopt("t", [row(1), row(2)], 200)
-    index.adopt("u", [row(1)], 100)
+    for segment in order:
+        index.adopt(segment, rows[segment], 100 * len(rows[segment]))
     assert index.take_removed() == ["u"] and index.take_removed() == []
     found = index.find(name(1), 0)
-    assert found is not None and found.segment == "s"
+    assert found is not None and found.segment == "s" and index.tenant_bytes == {A: 200}
     index.forget([name(2), name(9)])
     assert index.take_removed() == ["t"] and index.num_bytes == 100
 
@@ -56,7 +61,7 @@ def test_room_is_made_by_use_and_worn_segments_go_whole() -> None:
     assert index.take_removed() == ["1"] and index.num_bytes == 600 and index.num_evicted == 2
     assert name(0) in set(index) and index.find(name(2), 0) is None
     index.make_room(10_000)
-    assert sorted(map(str, index.take_removed())) == ["0", "2", "3"] and len(index) == 0
+    assert sorted(index.take_removed()) == ["0", "2", "3"] and len(index) == 0
 
 
 def test_choice_leaves_out_what_is_stored_and_what_a_tenant_has_no_room_for() -> None:

@@ -32,7 +32,7 @@ class MemorySegments:
         self._check("load")
         return {segment: len(data) for segment, data in self.segments.items()}
 
-    def choose_name(self) -> str:
+    def choose_name(self, size: int) -> str:
         return str(next(self._numbers))
 
     def write(self, segment: str, parts: Sequence[Buffer]) -> None:
