@@ -173,14 +173,23 @@ class ImageOptions:
     `per_request_max`: images in one request; 0 refuses all.
     `bytes_max`: size of one image file.
     `pixels_max`: width times height of one image, which bounds the memory of decoding it.
+    `fetches_urls`: images may be named by web addresses, which are fetched from public hosts only.
+    `fetch_s`: how long fetching all images of one request may take.
+    `fetch_redirects_max`: redirects that are followed for one image.
     """
 
     per_request_max: int = 16
     bytes_max: int = 8 * 2**20
     pixels_max: int = 32 * 2**20
+    fetches_urls: bool = False
+    fetch_s: float = 10.0
+    fetch_redirects_max: int = 3
 
     def __post_init__(self) -> None:
-        check(self.per_request_max >= 0, "per_request_max", self.per_request_max, "0 or more")
+        for name in ("per_request_max", "fetch_redirects_max"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        is_time = 0 < self.fetch_s <= SECONDS_MAX
+        check(is_time, "fetch_s", self.fetch_s, f"more than 0, to {SECONDS_MAX:g}")
         for name in ("bytes_max", "pixels_max"):
             check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 

@@ -39,8 +39,9 @@ from serving.frontend.tokenization import detokenize, tokenize
 _LARGE_BODY_BYTES = 32 * 2**10
 """Bodies from here on are parsed on another thread, lest encoding them delay everyone's tokens."""
 
-_IMAGE_PART = b"image"
-"""So are bodies that may hold an image: a small file can be a large picture."""
+_IMAGE_PARTS = (b"image", b"\\u")
+"""So are bodies that may hold an image, in whatever spelling: a small file can be a large picture,
+and one at a web address is waited for."""
 
 _MESSAGES_PATH = "/v1/messages"
 """Errors below it are spelled as that dialect has them."""
@@ -215,7 +216,7 @@ class _Service:
 
     async def _parsed[T](self, request: HttpRequest, parse: Callable[[bytes], T]) -> T:
         raw = await self._bodies.read(request)
-        if len(raw) < _LARGE_BODY_BYTES and _IMAGE_PART not in raw:
+        if len(raw) < _LARGE_BODY_BYTES and not any(part in raw for part in _IMAGE_PARTS):
             return parse(raw)
         return await asyncio.to_thread(parse, raw)
 

@@ -26,6 +26,7 @@ from serving.config import ImageOptions
 from serving.core.image_layout import ImageGeometry, ImageGrid, insert_spans, plan_grid
 from serving.core.request import RequestImage
 from serving.frontend.errors import bad_request
+from serving.frontend.image_fetching import FetchError, fetch_images
 from serving.frontend.text import TextCodec
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -95,7 +96,11 @@ class ImageReader:
                 f"{self.limits.per_request_max}",
                 _PARAM,
             )
-        prepared = [self._prepare_named(i, s, geometry) for i, s in enumerate(sources)]
+        fetched = self._fetched(sources)
+        prepared = [
+            self._prepare_named(index, source, geometry, fetched.get(index))
+            for index, source in enumerate(sources)
+        ]
         lengths = [image.grid.num_tokens for image in prepared]
         try:
             ids, starts = insert_spans(codec.encode_chat(conversation), geometry, lengths)
@@ -105,11 +110,29 @@ class ImageReader:
         images = [_at(start, image) for start, image in zip(starts, prepared, strict=True)]
         return EncodedPrompt(ids, tuple(images))
 
+    def _fetched(self, sources: Sequence[recipe.ImageSource]) -> dict[int, bytes]:
+        """The files of images that are named by web addresses, where those are fetched."""
+        if not self.limits.fetches_urls:
+            return {}
+        urls = {index: source.url for index, source in enumerate(sources) if source.kind == "url"}
+        if not urls:
+            return {}
+        try:
+            files = fetch_images([url or "" for url in urls.values()], self.limits)
+        except FetchError as error:
+            index = list(urls)[error.index]
+            raise bad_request(f"{_name(index, sources[index])} {error}", _PARAM) from None
+        return dict(zip(urls, files, strict=True))
+
     def _prepare_named(
-        self, index: int, source: recipe.ImageSource, geometry: ImageGeometry
+        self,
+        index: int,
+        source: recipe.ImageSource,
+        geometry: ImageGeometry,
+        fetched: bytes | None,
     ) -> PreparedImage:
         try:
-            data = _data_of(source)
+            data = _data_of(source) if fetched is None else fetched
             return prepare(data, geometry, self.limits, is_low_detail=source.detail == "low")
         except _ImageError as error:
             raise bad_request(f"{_name(index, source)} {error}", _PARAM) from None
