@@ -45,13 +45,12 @@ def figures() -> dict[str, float]:
         address = f"ipc://{folder}/m"
         command += ["--listen", address, "--set", f"kv.directory={folder!r}"]
         command += ["--set", f"kv.disk_bytes={2**50}"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline()
-        try:
-            found |= _match_times(address)
-        finally:
-            ask(address, "stop")
-            process.wait()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            try:
+                found |= _match_times(address)
+            finally:
+                ask(address, "stop")
     return found
 
 

@@ -29,6 +29,7 @@ _IN_MAIN = 4
 """Added to the uses of a payload in the main queue."""
 
 _GONE = -1
+_LOW = 0xFFFF_FFFF
 
 
 @dataclass(slots=True, eq=False)
@@ -122,28 +123,42 @@ class S3Fifo[E: Entry]:
 
 
 class _Ghosts:
-    """Names of late, as 32 bits each in a table where a later one takes another's place."""
+    """The last names that have left, in little memory: 32 bits of each, and when it left.
+
+    A name has a few places that it may take, and takes that of the oldest. More of them are lost
+    the fewer there are, and of a prompt all blocks are wanted: hence two places for each name.
+    """
+
+    _WAYS = 8
 
     def __init__(self) -> None:
-        self._table = array("I", bytes(4 * 64))
+        self._table = array("Q", bytes(8 * 16 * self._WAYS))
+        self._now = 1
+        self._size = 0
 
     def add(self, name: Hashable, size: int) -> None:
-        """Remember a name, among about `size` of them."""
-        if size > len(self._table):
+        """Remember a name, as one of the last `size`."""
+        self._size = max(size, 64)
+        self._now += 1
+        if 2 * self._size > len(self._table):
             # What was remembered is lost; that happens as often as the number of payloads doubles.
-            self._table = array("I", bytes(4 * 2 * len(self._table)))
-        place, mark = self._spot(name)
-        self._table[place] = mark
+            self._table = array("Q", bytes(8 * 4 * len(self._table)))
+        first, mark = self._spot(name)
+        table = self._table
+        oldest = min(range(first, first + self._WAYS), key=lambda at: table[at] & _LOW)
+        table[oldest] = mark << 32 | self._now & _LOW
 
     def take(self, name: Hashable) -> bool:
         """Whether a name is remembered; it is not any more."""
-        place, mark = self._spot(name)
-        if self._table[place] != mark:
-            return False
-        self._table[place] = 0
-        return True
+        first, mark = self._spot(name)
+        for at, known in enumerate(self._table[first : first + self._WAYS], first):
+            if known >> 32 == mark and (self._now - known) & _LOW < self._size:
+                self._table[at] = 0
+                return True
+        return False
 
     def _spot(self, name: Hashable) -> tuple[int, int]:
         # Mixed, because whole numbers are their own hashes.
         mixed = (hash(name) * 0x9E3779B97F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
-        return (mixed >> 32) % len(self._table), (mixed & 0xFFFF_FFFF) | 1
+        num_sets = len(self._table) // self._WAYS
+        return (mixed >> 32) % num_sets * self._WAYS, (mixed & _LOW) | 1
