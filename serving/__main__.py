@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 from serving.config import WORKER_ROLES, KVOptions, ServingConfig, load_config
 from serving.frontend.arguments import COMMANDS, add_config, make_parser
-from serving.kv_commands import add_commands, ask_cache, cache_link, cache_process, run_node
+from serving.kv_commands import (
+    add_commands,
+    ask_cache,
+    cache_access,
+    cache_link,
+    cache_process,
+    run_node,
+)
 from sharding.config_file import ConfigError, override, override_from_text
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
     from serving.frontend.quota import Quotas
     from serving.frontend.tracing import Tracer
     from serving.frontend.usage import UsageLog
-    from serving.kv.offload import CachePort
+    from serving.kv.link import CacheLink
     from serving.loading import LoadedModel
 
 EXIT_BAD_INPUT = 2
@@ -298,7 +305,7 @@ async def _serve_model(
     model: "LoadedModel",
     listener: socket.socket,
     tenancy: _Tenancy,
-    cache: "CachePort | None" = None,
+    cache: "CacheLink | None" = None,
 ) -> int:
     """Serves until a signal has come and running requests have finished."""
     from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
@@ -350,7 +357,13 @@ async def _serve_model(
             tracer,
             config.prices,
         )
-        app = make_app(gateway, served, config.server, clock, tenancy.authenticator, accounting)
+        keys = tenancy.authenticator
+        access = None
+        if cache is not None:
+            access = cache_access(
+                cache.address, config.cluster, model.facts.kv_fingerprint, keys.salt_of
+            )
+        app = make_app(gateway, served, config.server, clock, keys, accounting, access)
         async with Driver(cluster.nodes, cluster.executors, cluster.caches) as driver:
             gateway.flush = driver.perform
             with _reload_on_signal(tenancy, quotas):

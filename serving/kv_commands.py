@@ -4,22 +4,30 @@ What runs them is imported where it is used, because every command line imports 
 """
 
 import argparse
+import asyncio
 import contextlib
 import json
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serving.config import WORKER_ROLES, ClusterOptions, KVOptions
 from sharding.config_file import ConfigError
 
 if TYPE_CHECKING:
+    from serving.frontend.cache_admin import CacheAccess, Numbers
     from serving.kv.link import CacheLink
     from serving.kv.store import PayloadForm
     from serving.kv_process import CacheProcess
 
 ROLES = ("cache", "metadata", "storage", *WORKER_ROLES)
 QUESTIONS = ("stats", "flush", "purge", "verify", "repair", "drain", "rejoin", "stop")
+PREFIX_ACTIONS = ("pin", "unpin", "warm")
+_OPERATOR_S = 60.0
+_WARM_S = 900.0
 
 AddConfig = Callable[[argparse.ArgumentParser], None]
 
@@ -44,15 +52,20 @@ def add_commands(
     cache = commands.add_parser("cache", description="Asks a cache process about what it keeps.")
     cache.add_argument(
         "question",
-        choices=QUESTIONS,
+        choices=(*QUESTIONS, *PREFIX_ACTIONS),
         help="stats: numbers; flush: write what waits; purge: forget everything, or a tenant; "
         "verify: read and check everything in storage; repair: make lost fragments anew; drain: "
         "have a storage node give away what it holds; rejoin: have it take again; stop: write what "
-        "waits and end",
+        "waits and end; pin, unpin, warm: keep a prompt in shared memory, no longer, or bring it "
+        "there",
     )
     cache.add_argument(
         "--address", help="of the cache process (default: the one that uses kv.directory)"
     )
+    cache.add_argument("--server", metavar="URL", help="for pin, unpin and warm: whose model it is")
+    cache.add_argument("--prompt-file", type=Path, help="for pin, unpin and warm: the text")
+    cache.add_argument("--tenant", help="for pin, unpin and warm: whose prompt it is")
+    cache.add_argument("--api-key", help="for pin, unpin and warm: a key with the scope admin")
     cache.add_argument("--salt", help="purge only what requests with this cache_salt have left")
     cache.add_argument("--node", default="", help="the storage node to drain, or to rejoin")
     for command in (node, cache):
@@ -95,6 +108,9 @@ def ask_cache(options: argparse.Namespace, kv: KVOptions, cluster: ClusterOption
     Raises:
         ConfigError: no process to ask, or it does not answer.
     """
+    if options.question in PREFIX_ACTIONS:
+        sys.stdout.write(json.dumps(_ask_server(options), indent=2) + "\n")
+        return 0
     from serving.kv.store import tenant_id
     from serving.kv_process import ask, default_address
     from serving.kv_storage import read_key
@@ -111,6 +127,66 @@ def ask_cache(options: argparse.Namespace, kv: KVOptions, cluster: ClusterOption
     numbers = ask(address, options.question, tenant, key=key, node=options.node)
     sys.stdout.write(json.dumps(numbers, indent=2) + "\n")
     return 0
+
+
+def _ask_server(options: argparse.Namespace) -> object:
+    """What a server answers to an action on a prompt.
+
+    Raises:
+        ConfigError: something is missing, or the server refuses or does not answer.
+    """
+    if not options.server or options.prompt_file is None:
+        raise ConfigError(f"{options.question} needs --server and --prompt-file")
+    try:
+        body = {"action": options.question, "prompt": options.prompt_file.read_text("utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{options.prompt_file}: cannot be read: {error}") from None
+    body |= {
+        name: value
+        for name, value in (("tenant", options.tenant), ("cache_salt", options.salt))
+        if value is not None
+    }
+    headers = {"content-type": "application/json"}
+    if options.api_key:
+        headers["authorization"] = f"Bearer {options.api_key}"
+    url = f"{options.server.rstrip('/')}/admin/cache"
+    try:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=_WARM_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise ConfigError(f"{url}: {_message(error.read())}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{url}: no answer: {error}") from None
+
+
+def _message(raw: bytes) -> str:
+    """What an error answer says."""
+    try:
+        return str(json.loads(raw)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return raw[:200].decode("utf-8", "replace")
+
+
+def cache_access(
+    address: str, cluster: ClusterOptions, fingerprint: bytes, salt_of: Callable[[str], str | None]
+) -> "CacheAccess":
+    """The way of a server's operators to its tiers."""
+    from serving.frontend.cache_admin import CacheAccess, CacheRefusal
+    from serving.kv_process import ask
+    from serving.kv_storage import read_key
+
+    key = read_key(cluster.key_file)
+
+    async def ask_tiers(what: str, tenant: bytes | None, keys: bytes) -> "Numbers":
+        try:
+            return await asyncio.to_thread(
+                ask, address, what, tenant, _OPERATOR_S, key=key, keys=keys
+            )
+        except ConfigError as error:
+            raise CacheRefusal(str(error)) from None
+
+    return CacheAccess(ask_tiers, fingerprint, salt_of)
 
 
 @contextlib.contextmanager

@@ -174,6 +174,7 @@ def ask(
     timeout_s: float = 60.0,
     key: ClusterKey | None = None,
     node: str = "",
+    keys: bytes = b"",
 ) -> dict[str, float | int]:
     """Ask a node of the KV tiers, which has the same key, for numbers or to do something.
 
@@ -185,7 +186,7 @@ def ask(
     context = zmq.Context[zmq.Socket[bytes]]()
     try:
         with contextlib.closing(wire.connect(context, address, key)) as socket:
-            socket.send(wire.encode(wire.Ask(1, what, tenant, node=node)))
+            socket.send(wire.encode(wire.Ask(1, what, tenant, keys, node)))
             if not socket.poll(round(timeout_s * 1000)):
                 raise ConfigError(
                     f"{address} does not answer; is a node running there, with the same "

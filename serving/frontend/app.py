@@ -24,6 +24,7 @@ from serving.frontend.accounting import Accounting
 from serving.frontend.answers import Answer
 from serving.frontend.auth import LOCAL, Authenticator, Scope
 from serving.frontend.body import BodyReader
+from serving.frontend.cache_admin import CacheAccess, CacheAdmin
 from serving.frontend.completions import CompletionCall
 from serving.frontend.conversion import ServedModel
 from serving.frontend.errors import ApiError, internal_error, unavailable
@@ -56,17 +57,19 @@ def make_app(
     clock: Clock,
     authenticator: Authenticator | None = None,
     accounting: Accounting | None = None,
+    cache: CacheAccess | None = None,
 ) -> ASGIApp:
     """The application in front of a gateway. Its life cycle is the caller's affair.
 
     Without an `authenticator` everybody may do everything; without `accounting` there are no
-    quotas and no records.
+    quotas and no records; `cache` is the way to the KV tiers, if there are any.
     """
     if accounting is None:
         queue = FairQueue(COUNT_MAX, COUNT_MAX)
         quotas = Quotas({}, clock)
         accounting = Accounting(quotas, queue, None, model.name, clock, gateway.metrics)
-    service = _Service(gateway, model, options, clock, accounting)
+    admin = CacheAdmin(cache, gateway, model)
+    service = _Service(gateway, model, options, clock, accounting, admin)
 
     def guarded(scope: Scope, handler: Handler) -> Handler:
         async def handle(request: HttpRequest) -> Response:
@@ -94,6 +97,8 @@ def make_app(
             Route("/ready", service.ready, methods=["GET"]),
             Route("/metrics", guarded(Scope.ADMIN, service.metrics), methods=["GET"]),
             Route("/status", guarded(Scope.ADMIN, service.status), methods=["GET"]),
+            Route("/admin/cache", guarded(Scope.ADMIN, service.cache_stats), methods=["GET"]),
+            Route("/admin/cache", guarded(Scope.ADMIN, service.cache_action), methods=["POST"]),
             Route("/profile", guarded(Scope.ADMIN, service.profile), methods=["POST"]),
             Route("/openapi.json", service.openapi, methods=["GET"]),
             Route("/", web_page.answer, methods=["GET"]),
@@ -118,8 +123,10 @@ class _Service:
         options: ServerOptions,
         clock: Clock,
         accounting: Accounting,
+        cache: CacheAdmin,
     ) -> None:
         self._accounting = accounting
+        self._cache = cache
         self._gateway = gateway
         self._model = model
         self._options = options
@@ -198,10 +205,19 @@ class _Service:
 
     async def profile(self, request: HttpRequest) -> Response:
         """Traces the next steps; the answer comes when the trace is written."""
-        if getattr(request.state, "principal", LOCAL) is LOCAL:
-            operators.check_operator(request.client)
+        _check_operator(request)
         raw = await self._bodies.read(request)
         return _json(await operators.capture_profile(raw, self._gateway))
+
+    async def cache_stats(self, request: HttpRequest) -> Response:
+        """Numbers of the KV tiers."""
+        _check_operator(request)
+        return _json(await self._cache.stats())
+
+    async def cache_action(self, request: HttpRequest) -> Response:
+        """Pins, warms or purges in the KV tiers."""
+        _check_operator(request)
+        return _json(await self._cache.act(await self._bodies.read(request)))
 
     async def _generate(self, request: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
         call = await self._parsed(request, parse)
@@ -236,6 +252,12 @@ class _Service:
             "owned_by": "deepinfer",
             "max_model_len": self._model.context_max,
         }
+
+
+def _check_operator(request: HttpRequest) -> None:
+    """Without keys, whoever is on the server's machine is its operator."""
+    if getattr(request.state, "principal", LOCAL) is LOCAL:
+        operators.check_operator(request.client)
 
 
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

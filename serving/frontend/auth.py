@@ -218,6 +218,11 @@ class Authenticator:
             raise ApiError(403, detail, code="insufficient_permissions")
         return principal
 
+    def salt_of(self, tenant: str) -> str | None:
+        """The salt of a tenant that has keys in force; None if there is none."""
+        principals = (principal for _, principal in self._principals.values())
+        return next((one.salt for one in principals if one.tenant == tenant), None)
+
     def _place_of(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret).digest()
 

@@ -192,6 +192,20 @@ _ROUTES: Mapping[tuple[str, str], tuple[str, _Schema | None, str]] = {
     ("get", "/ready"): ("Whether new requests are taken", None, ""),
     ("get", "/metrics"): ("Prometheus text", None, "admin"),
     ("get", "/status"): ("What the engine holds", None, "admin"),
+    ("get", "/admin/cache"): ("What the KV tiers hold and have done", None, "admin"),
+    ("post", "/admin/cache"): (
+        "Pin, unpin or warm a prompt, purge a tenant, or write what waits",
+        _object(
+            ("action",),
+            action=_one_of("pin", "unpin", "warm", "purge", "flush"),
+            model=_STRING,
+            prompt=_STRING,
+            messages=_list(_OBJECT),
+            tenant=_STRING,
+            cache_salt={"type": "string", "minLength": 1, "maxLength": CACHE_SALT_CHARS_MAX},
+        ),
+        "admin",
+    ),
     ("post", "/profile"): (
         "Trace the next steps",
         _object((), num_steps=_COUNT, timeout_s={"type": "number"}),

@@ -25,6 +25,7 @@ from serving.clock import Clock, ns_of_s
 from serving.kv import wire
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.host_tier import HostTier, Place, SharedArena
+from serving.kv.pinned_prefixes import PinnedPrefixes, Pinning
 from serving.kv.storage_reads import Fetch, StorageReads
 from serving.kv.store import BlockStore, Name, PayloadKind, SparesStore, StoreError
 from serving.kv.write_behind import WriteBehind, WriteBehindOptions
@@ -119,6 +120,9 @@ class Fetcher:
         self.counts = FetcherCounts()
         self._reads = StorageReads(
             self._host, store, self._in_background, clock, self._finish, self._options.reading_max
+        )
+        self._prefixes = PinnedPrefixes(
+            self._host, self._reads, store, self._ask_store, self._in_background
         )
         self._behind = WriteBehind(self._host, store, self._loop, clock, self._options.behind)
 
@@ -226,6 +230,9 @@ class Fetcher:
         self._ask_store([*blocks[first:], *wanted], match)
 
     def _finish(self, fetch: Fetch) -> None:
+        if fetch.on_ready is not None:
+            fetch.on_ready(fetch)
+            return
         pins = list(fetch.pins.items())
         if fetch.error is not None:
             self.counts.num_faults += 1
@@ -357,6 +364,8 @@ class Fetcher:
                     return {"purged": max(count, len(names))}
 
                 self._behind.flush_all(lambda: self._in_background(purge, answer))
+            case "pin" | "unpin" | "warm":
+                self._on_pin(client, message)
             case "verify":
 
                 def verify() -> dict[str, int]:
@@ -368,7 +377,7 @@ class Fetcher:
             case _:
                 error = (
                     f"{message.what!r} is not known; expected stats, flush, purge, verify, repair, "
-                    "drain, rejoin, stop"
+                    "drain, rejoin, pin, unpin, warm, stop"
                 )
                 self._send(client, wire.Answer(message.call, error=error))
 
@@ -391,6 +400,17 @@ class Fetcher:
 
         self._in_background(work, lambda answer: self._send(client, answer))
 
+    def _on_pin(self, client: bytes, message: wire.Ask) -> None:
+        def answer(result: Pinning) -> None:
+            numbers: dict[str, float | int] = {"blocks": result.num_blocks}
+            self._send(client, wire.Answer(message.call, numbers, result.error))
+
+        keys = wire.split_keys(message.keys)
+        if message.what == "unpin":
+            self._prefixes.unpin(keys, answer)
+        else:
+            self._prefixes.bring(keys, message.tenant or b"", message.what == "pin", answer)
+
     def numbers(self) -> dict[str, int]:
         """What it holds now and has done since its start, under names."""
         numbers = {f"fetch_{key}": value for key, value in asdict(self.counts).items()}
@@ -399,6 +419,7 @@ class Fetcher:
             "host_bytes": self._host.queue.num_bytes,
             "host_bytes_max": self._arena.size,
             "host_pinned": self._host.num_pinned,
+            "host_pinned_by_operators": len(self._prefixes),
             "host_evicted": self._host.num_evicted,
             "fetch_coalesced": self._reads.num_coalesced,
             "leases": len(self._leases),

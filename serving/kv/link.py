@@ -62,6 +62,7 @@ class CacheLink:
     def __init__(
         self, address: str, form: PayloadForm, clock: Clock, key: ClusterKey | None = None
     ) -> None:
+        self.address = address
         self._form = form
         self._clock = clock
         self._loop = wire.Loop(clock)

@@ -27,6 +27,7 @@ class Fetch:
         num_read: payloads that were not in memory.
         error: why some could not be had; None if all are pinned.
         missing: payloads that are not pinned yet.
+        on_ready: called when all are pinned, or some cannot be had, in place of an answer.
     """
 
     client: bytes
@@ -38,6 +39,7 @@ class Fetch:
     num_read: int = 0
     error: str | None = None
     missing: set[Name] = field(default_factory=set[Name])
+    on_ready: "Callable[[Fetch], None] | None" = None
 
 
 class Background(Protocol):

@@ -34,6 +34,12 @@ def test_what_cannot_be_done_is_one_line(
 ) -> None:
     for arguments, expected in (
         (["cache", "stats"], "which cache process?"),
+        (["cache", "pin"], "pin needs --server and --prompt-file"),
+        (["cache", "warm", "--server", "http://x", "--prompt-file", "/no"], "cannot be read"),
+        (
+            ["cache", "pin", "--server", "http://127.0.0.1:9", "--prompt-file", __file__],
+            "http://127.0.0.1:9/admin/cache: no answer",
+        ),
         (["node", "--role", "cache"], "kv.storage is 'off'"),
         (["cache", "stats", "--address", "nonsense"], "expected ipc://PATH"),
     ):
