@@ -101,8 +101,8 @@ class Ask(msgspec.Struct, tag=True):
     """Anybody to any node: `stats`, `flush`, `purge`, `verify`, `repair`, `drain`, `rejoin`,
     `pin`, `unpin`, `warm` or `stop`.
 
-    `tenant` limits a purge, `keys` name a prefix to be pinned or warmed; `node` names the storage node that is to give away what it holds, or
-    to take again.
+    `tenant` limits a purge; `keys` name a prefix to be pinned or warmed; `node` names the storage
+    node that is to give away what it holds, or to take again.
     """
 
     call: int
