@@ -20,7 +20,8 @@ ARRAYS_ONLY = {"sharding", "pallas_kernels"}
 SERVING_ORDER = (
     ("__main__",),
     ("kv_commands", "mesh_planner"),
-    ("offline", "planner", "simulate", "kv_process", "metadata_process", "node_process"),
+    ("offline", "simulate", "kv_process", "metadata_process", "router_process", "supervisor"),
+    ("http_service", "node_process", "planner"),
     ("loading", "kv_storage"),
     ("cluster",),
     ("frontend", "sim"),
@@ -29,7 +30,7 @@ SERVING_ORDER = (
     ("engine",),
     ("kv",),
     ("core",),
-    ("observe", "config", "clock", "code_version"),
+    ("observe", "config", "clock", "code_version", "listening"),
     ("kv_config",),
 )
 NODES_ORDER = (

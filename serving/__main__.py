@@ -11,20 +11,18 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import gc
-import ipaddress
 import os
 import random
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving.config import WORKER_ROLES, KVOptions, ServingConfig, load_config
+from serving.config import ROUTER_NAME, WORKER_ROLES, KVOptions, ServingConfig, load_config
 from serving.frontend.arguments import COMMANDS, add_config, make_parser
 from serving.kv_commands import (
     add_commands,
@@ -37,10 +35,7 @@ from serving.kv_commands import (
 from sharding.config_file import ConfigError, override, override_from_text
 
 if TYPE_CHECKING:
-    from serving.frontend.auth import Authenticator
-    from serving.frontend.quota import Quotas
-    from serving.frontend.tracing import Tracer
-    from serving.frontend.usage import UsageLog
+    from serving.http_service import Tenancy
     from serving.kv.link import CacheLink
     from serving.loading import LoadedModel
 
@@ -66,12 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _set_process_up(config)
         if options.command == "node" and options.role in WORKER_ROLES:
             return _work(config, options)
+        if options.command == "node" and options.role == ROUTER_NAME:
+            os.environ["JAX_PLATFORMS"] = "cpu"
+            return _route(config, lambda: _config_of(options), options)
         if options.command == "node":
             # Devices belong to the servers.
             os.environ["JAX_PLATFORMS"] = "cpu"
             return run_node(options, config.kv, config.cluster)
         if options.command == "generate":
             return _generate(config, options)
+        if config.cluster.is_on:
+            return _supervise(config, options)
         return _serve(config, lambda: _config_of(options), options)
     except ConfigError as error:
         print(f"serving: {error}", file=sys.stderr)
@@ -208,116 +208,117 @@ def _serve(
     config: ServingConfig, reread: Callable[[], ServingConfig], options: argparse.Namespace
 ) -> int:
     """Serves until stopped; `reread` gives the configuration as it is by then."""
-    from serving.frontend.auth import Authenticator, SqliteKeyStore
-    from serving.frontend.usage import UsageLog
-
-    database = _database_of(config)
-    authenticator = Authenticator(SqliteKeyStore(database))
-    _check_openness(config.server.host, authenticator.needs_keys)
-    # The port is taken before the model is loaded, so that a port in use shows at once.
-    listener = _bind(config.server.host, config.server.port)
-    with listener, UsageLog(database) as usage:
+    with _front_door(config, reread) as (listener, tenancy):
         _say(f"Loading {config.model.directory} ({config.model.cache_format} cache)")
         with cache_process(config.kv, config.cluster, options) as cache:
             model = _load(config)
             form = model.facts.kv_form
             with cache_link(config.kv, config.cluster, form, cache, _say) as link:
-                tenancy = _Tenancy(authenticator, usage, reread)
                 return asyncio.run(_serve_model(config, model, listener, tenancy, link))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tenancy:
-    """Who may call, where usage is recorded, and how the configuration is read again."""
+@contextlib.contextmanager
+def _front_door(
+    config: ServingConfig, reread: Callable[[], ServingConfig]
+) -> "Iterator[tuple[socket.socket, Tenancy]]":
+    """The port, and who may come in."""
+    from serving.frontend.auth import Authenticator, SqliteKeyStore
+    from serving.frontend.usage import UsageLog
+    from serving.http_service import Tenancy
+    from serving.listening import bind, check_openness
 
-    authenticator: "Authenticator"
-    usage: "UsageLog"
-    reread: Callable[[], ServingConfig]
+    database = _database_of(config)
+    authenticator = Authenticator(SqliteKeyStore(database))
+    check_openness(config.server.host, authenticator.needs_keys, _say)
+    # The port is taken before the model is loaded, so that a port in use shows at once.
+    listener = bind(config.server.host, config.server.port)
+    with listener, UsageLog(database) as usage:
+        yield listener, Tenancy(authenticator, usage, reread)
+
+
+def _supervise(config: ServingConfig, options: argparse.Namespace) -> int:
+    """Starts the processes of a cluster on this machine, and looks after them."""
+    from serving.listening import bind
+    from serving.supervisor import meeting_place, run_cluster
+
+    # A router that is started anew has to be found where the first one was.
+    with bind(config.server.host, config.server.port) as listener:
+        port = listener.getsockname()[1]
+    with meeting_place(config.cluster) as changes:
+        options.set += [*changes, f"server.port={port}"]
+        config = override_from_text(config, changes)
+        with cache_process(config.kv, config.cluster, options) as cache:
+            if cache is not None:
+                cache.wait_until_ready()
+                options.set.append(f"kv.address={cache.address}")
+            return asyncio.run(run_cluster(config, _arguments_of(options), _say))
+
+
+def _arguments_of(options: argparse.Namespace) -> list[str]:
+    """The flags that give another process the configuration of this one."""
+    flags = {
+        "model.path": options.model,
+        "model.cache_format": options.cache_format,
+        "server.host": options.host,
+    }
+    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    arguments = [] if options.config is None else ["--config", options.config]
+    return arguments + [part for change in [*given, *options.set] for part in ("--set", change)]
+
+
+def _route(
+    config: ServingConfig, reread: Callable[[], ServingConfig], options: argparse.Namespace
+) -> int:
+    """Runs the router of a cluster, and HTTP in front of it."""
+    from serving.router_process import run_router
+
+    with _front_door(config, reread) as (listener, tenancy):
+        access = None
+        if config.kv.is_on and config.kv.address:
+            access = partial(
+                cache_access,
+                config.kv.address,
+                config.cluster,
+                salt_of=tenancy.authenticator.salt_of,
+            )
+        return asyncio.run(run_router(config, listener, tenancy, _say, options.parent, access))
 
 
 def _work(config: ServingConfig, options: argparse.Namespace) -> int:
     """Runs one worker of a cluster."""
+    from serving.code_version import code_version
     from serving.engine.step_times import TimedExecutor
     from serving.node_process import WorkerParts, check_node, run_worker
     from serving.nodes.values import NodeId
     from serving.transport.driver import SystemClock
 
     check_node(config, options.role, options.name)
+    # Before the model is loaded, which takes a while: the program is what runs now.
+    version = code_version()
     model = _load(config)
     with cache_link(config.kv, config.cluster, model.facts.kv_form, None, _say) as link:
         executor = TimedExecutor(model.executor, SystemClock().now_ns)
-        parts = WorkerParts(executor, model.facts, model.grammars, model.programs, link)
+        parts = WorkerParts(executor, model.facts, model.grammars, model.programs, link, version)
         node_id = NodeId(options.role, options.name)
         return asyncio.run(run_worker(config, node_id, parts, _say, options.parent))
-
-
-def _check_openness(host: str, needs_keys: bool) -> None:
-    """Raises ConfigError where everybody on a network could use a server without keys."""
-    if needs_keys:
-        return
-    try:
-        is_this_machine = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_this_machine = False
-    if not is_this_machine:
-        raise ConfigError(
-            f"server.host is {host} and there are no API keys; make one first: "
-            "python -m serving keys add TENANT"
-        )
-    _say("No API keys: this machine alone is served; python -m serving keys add TENANT makes one")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket that nobody else can listen in place of, though it does not listen yet.
-
-    Two sockets may bind one port if both may reuse the address, so that is asked for only where
-    connections of an earlier server are still being closed; then the socket listens at once.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            _listen(listener)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(_listen_problem(host, port, error)) from None
-    return listener
-
-
-def _listen(listener: socket.socket) -> None:
-    """Connections made from now on do not keep the next server from binding the port."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.listen()
-
-
-def _listen_problem(host: str, port: int, error: OSError) -> str:
-    return f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
 
 
 async def _serve_model(
     config: ServingConfig,
     model: "LoadedModel",
     listener: socket.socket,
-    tenancy: _Tenancy,
+    tenancy: "Tenancy",
     cache: "CacheLink | None" = None,
 ) -> int:
-    """Serves until a signal has come and running requests have finished."""
+    """Serves with its own worker until a signal has come and running requests have finished."""
     from serving.cluster import FRONTEND, MESH_WORKER, Environment, build
     from serving.engine.profiler import StepProfiler
     from serving.engine.step_times import TimedExecutor
-    from serving.frontend.accounting import Accounting
-    from serving.frontend.app import make_app
     from serving.frontend.conversion import ServedModel
-    from serving.frontend.fair_queue import FairQueue
     from serving.frontend.gateway import Gateway
     from serving.frontend.images import ImageReader
-    from serving.frontend.quota import KVCosts, Quotas
+    from serving.frontend.quota import KVCosts
+    from serving.http_service import Front, serve_http
     from serving.observe import ServiceMetrics
     from serving.planner import ModelPlan
     from serving.transport.driver import Driver, SystemClock
@@ -343,142 +344,17 @@ async def _serve_model(
         eos_token_id=model.facts.eos_token_id,
         images=ImageReader(model.facts.images, config.images),
     )
-    plan = ModelPlan.of(config.model.directory, config.model.cache_format)
-    quotas = Quotas(config.quotas, clock, KVCosts(*plan.kv_costs()))
-    queue = FairQueue.for_engine(config.engine)
-    with _tracer(config) as tracer:
-        accounting = Accounting(
-            quotas,
-            queue,
-            tenancy.usage,
-            served.name,
-            clock,
-            gateway.metrics,
-            tracer,
-            config.prices,
-        )
-        keys = tenancy.authenticator
-        access = None
-        if cache is not None:
-            access = cache_access(
-                cache.address, config.cluster, model.facts.kv_fingerprint, keys.salt_of
-            )
-        app = make_app(gateway, served, config.server, clock, keys, accounting, access)
-        async with Driver(cluster.nodes, cluster.executors, cluster.caches) as driver:
-            gateway.flush = driver.perform
-            with _reload_on_signal(tenancy, quotas):
-                await _serve_app(app, gateway, config, listener)
-            profiler.close()
+    access = None
+    if cache is not None:
+        fingerprint, salt_of = model.facts.kv_fingerprint, tenancy.authenticator.salt_of
+        access = cache_access(cache.address, config.cluster, fingerprint, salt_of)
+    async with Driver(cluster.nodes, cluster.executors, cluster.caches) as driver:
+        gateway.flush = driver.perform
+        plan = ModelPlan.of(config.model.directory, config.model.cache_format)
+        front = Front(gateway, served, config.engine, KVCosts(*plan.kv_costs()), access)
+        await serve_http(config, front, listener, tenancy, clock, _say)
+        profiler.close()
     return 0
-
-
-def _tracer(config: ServingConfig) -> "contextlib.AbstractContextManager[Tracer | None]":
-    """What makes the spans of calls, if they are to go anywhere. Raises ConfigError."""
-    if not config.tracing.endpoint:
-        return contextlib.nullcontext()
-    from serving.frontend.tracing import Tracer
-    from serving.transport.driver import unix_offset_ns
-
-    return Tracer(config.tracing, unix_offset_ns())
-
-
-@contextlib.contextmanager
-def _reload_on_signal(tenancy: _Tenancy, quotas: "Quotas") -> Iterator[None]:
-    """SIGHUP reads keys and quotas again; what cannot be used leaves both as they were."""
-
-    def reload() -> None:
-        try:
-            options = tenancy.reread().quotas
-            tenancy.authenticator.reload()
-        except ConfigError as error:
-            _say(f"Not reloaded: {error}")
-            return
-        quotas.reload(options)
-        _say("Reloaded: API keys and quotas")
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, reload)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGHUP)
-
-
-async def _serve_app(
-    app: Any,  # noqa: ANN401
-    gateway: Any,  # noqa: ANN401
-    config: ServingConfig,
-    listener: socket.socket,
-) -> None:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """uvicorn, with signals and the start-up message being ours."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            _say(_ready_message(config, listener))
-
-    from serving.frontend.http_limits import limited_protocol
-
-    options = uvicorn.Config(
-        app,
-        http=limited_protocol(config.server.head_bytes_max, config.server.head_s),
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=2,
-        timeout_keep_alive=75,
-    )
-    server = Server(options)
-    with _stop_on_signal(server, gateway, config.server.drain_s):
-        _listen(listener)
-        await server.serve(sockets=[listener])
-
-
-@contextlib.contextmanager
-def _stop_on_signal(server: Any, gateway: Any, drain_s: float) -> Iterator[None]:  # noqa: ANN401
-    """The first SIGINT or SIGTERM drains and stops the server; the second ends the process."""
-    loop = asyncio.get_running_loop()
-    draining: list[asyncio.Task[None]] = []
-
-    async def drain() -> None:
-        await gateway.drain(drain_s)
-        server.should_exit = True
-
-    def stop(number: int) -> None:
-        if draining:
-            os._exit(128 + number)
-        _say(f"Stopping: running requests have {drain_s:g} s to finish")
-        draining.append(loop.create_task(drain()))
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, stop, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-
-def _ready_message(config: ServingConfig, listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}"
-    name = config.model.served_name
-    message = '{"role": "user", "content": "Hello"}'
-    body = f'{{"model": "{name}", "max_tokens": 32, "messages": [{message}]}}'
-    return (
-        f"Model   {name} from {config.model.directory}\n"
-        f"Serving {url}/v1\n"
-        f"Try     curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-    )
 
 
 if __name__ == "__main__":

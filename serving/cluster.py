@@ -257,6 +257,7 @@ def build_member(
         decode_buckets=tuple(buckets.of(StepKind.DECODE)),
         images=facts.images,
         prefill_cost=facts.prefill_cost,
+        kv_bytes=_kv_bytes(facts.kv_form),
         pid=process.pid,
     )
     options = MemberOptions(
@@ -274,6 +275,10 @@ def build_member(
         programs=environment.programs,
         offload=None if environment.cache is None else _offload_limits(config.kv),
     )
+
+
+def _kv_bytes(form: PayloadForm | None) -> tuple[float, int]:
+    return (0.0, 0) if form is None else (sum(form.group_bytes) / BLOCK_SIZE, form.state_bytes)
 
 
 def build_router(

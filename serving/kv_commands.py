@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serving.config import WORKER_ROLES, ClusterOptions, KVOptions
+from serving.config import ROUTER_NAME, WORKER_ROLES, ClusterOptions, KVOptions
 from sharding.config_file import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from serving.kv.store import PayloadForm
     from serving.kv_process import CacheProcess
 
-ROLES = ("cache", "metadata", "storage", *WORKER_ROLES)
+ROLES = ("cache", "metadata", "storage", ROUTER_NAME, *WORKER_ROLES)
 QUESTIONS = ("stats", "flush", "purge", "verify", "repair", "drain", "rejoin", "stop")
 PREFIX_ACTIONS = ("pin", "unpin", "warm")
 _OPERATOR_S = 60.0

@@ -13,7 +13,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -39,6 +39,7 @@ _LAST_WORDS_S = 0.5
 """Time for messages to leave before a process ends that cannot go on."""
 
 _POLL_S = 0.05
+_ORPHANED = "the process that has started it is gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class WorkerParts:
     grammars: GrammarCompiler | None = None
     programs: tuple[CompiledProgram, ...] = ()
     cache: CachePort | None = None
-    code_version: str = field(default_factory=code_version)
+    code_version: str = ""
 
 
 def cluster_key(config: ServingConfig) -> ClusterKey | None:
@@ -119,7 +120,7 @@ async def run_worker(
         programs=parts.programs,
         cache=parts.cache,
     )
-    process = ProcessFacts(network.address, parts.code_version, os.getpid())
+    process = ProcessFacts(network.address, parts.code_version or code_version(), os.getpid())
     worker = build_member(config, parts.facts, environment, node_id, process)
     caches = {} if parts.cache is None else {node_id: parts.cache}
     async with Driver([worker], {node_id: parts.executor}, caches) as driver, network:
@@ -132,7 +133,7 @@ async def run_worker(
         driver.perform(node_id)
         say(f"{READY} {node_id} at {network.address}")
         with _drain_on_signal(worker, driver, config.server.drain_s, ending):
-            watch = asyncio.create_task(_watch_parent(parent, ending))
+            watch = asyncio.create_task(watch_parent(parent, lambda: driver.on_quit(_ORPHANED)))
             reason = await ending
             watch.cancel()
         if not reason:
@@ -174,8 +175,10 @@ def _drain_on_signal(
             loop.remove_signal_handler(number)
 
 
-async def _watch_parent(parent: int | None, ending: "asyncio.Future[str]") -> None:
-    while parent is not None and not ending.done():
+async def watch_parent(parent: int | None, on_gone: Callable[[], object]) -> None:
+    """Call `on_gone`, once, when the process that has started this one is gone."""
+    while parent is not None:
         if os.getppid() != parent:
-            ending.set_result("the process that has started it is gone")
+            on_gone()
+            return
         await asyncio.sleep(_POLL_S)

@@ -58,18 +58,20 @@ def make_app(
     authenticator: Authenticator | None = None,
     accounting: Accounting | None = None,
     cache: CacheAccess | None = None,
+    overview: Callable[[], object] | None = None,
 ) -> ASGIApp:
     """The application in front of a gateway. Its life cycle is the caller's affair.
 
     Without an `authenticator` everybody may do everything; without `accounting` there are no
-    quotas and no records; `cache` is the way to the KV tiers, if there are any.
+    quotas and no records; `cache` is the way to the KV tiers, if there are any. `overview` is what
+    `/cluster` answers; None for a single worker.
     """
     if accounting is None:
         queue = FairQueue(COUNT_MAX, COUNT_MAX)
         quotas = Quotas({}, clock)
         accounting = Accounting(quotas, queue, None, model.name, clock, gateway.metrics)
     admin = CacheAdmin(cache, gateway, model)
-    service = _Service(gateway, model, options, clock, accounting, admin)
+    service = _Service(gateway, model, options, clock, accounting, admin, overview)
 
     def guarded(scope: Scope, handler: Handler) -> Handler:
         async def handle(request: HttpRequest) -> Response:
@@ -96,6 +98,7 @@ def make_app(
             Route("/health", service.health, methods=["GET"]),
             Route("/ready", service.ready, methods=["GET"]),
             Route("/metrics", guarded(Scope.ADMIN, service.metrics), methods=["GET"]),
+            Route("/cluster", guarded(Scope.ADMIN, service.cluster), methods=["GET"]),
             Route("/status", guarded(Scope.ADMIN, service.status), methods=["GET"]),
             Route("/admin/cache", guarded(Scope.ADMIN, service.cache_stats), methods=["GET"]),
             Route("/admin/cache", guarded(Scope.ADMIN, service.cache_action), methods=["POST"]),
@@ -124,9 +127,11 @@ class _Service:
         clock: Clock,
         accounting: Accounting,
         cache: CacheAdmin,
+        overview: Callable[[], object] | None,
     ) -> None:
         self._accounting = accounting
         self._cache = cache
+        self._overview = overview
         self._gateway = gateway
         self._model = model
         self._options = options
@@ -202,6 +207,12 @@ class _Service:
         if status is None:
             raise unavailable("The worker does not answer")
         return _json(operators.status_of(status, self._gateway, self._accounting.queue.num_waiting))
+
+    async def cluster(self, request: HttpRequest) -> Response:
+        """The workers of a cluster, what they hold, and where requests are."""
+        if self._overview is None:
+            raise ApiError(404, "This server has a single worker; /status tells of it")
+        return _json(self._overview())
 
     async def profile(self, request: HttpRequest) -> Response:
         """Traces the next steps; the answer comes when the trace is written."""

@@ -191,6 +191,7 @@ _ROUTES: Mapping[tuple[str, str], tuple[str, _Schema | None, str]] = {
     ("get", "/health"): ("Whether the engine can serve", None, ""),
     ("get", "/ready"): ("Whether new requests are taken", None, ""),
     ("get", "/metrics"): ("Prometheus text", None, "admin"),
+    ("get", "/cluster"): ("The workers of a cluster and what they hold", None, "admin"),
     ("get", "/status"): ("What the engine holds", None, "admin"),
     ("get", "/admin/cache"): ("What the KV tiers hold and have done", None, "admin"),
     ("post", "/admin/cache"): (

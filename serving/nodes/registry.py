@@ -33,10 +33,16 @@ class Member:
     is_draining: bool = False
 
     @property
+    def state(self) -> str:
+        """`available`, `draining` or `failed`."""
+        if self.status is not None and self.status.failure is not None:
+            return "failed"
+        return "draining" if self.is_draining else "available"
+
+    @property
     def is_available(self) -> bool:
         """Whether it can be given requests."""
-        is_sound = self.status is None or self.status.failure is None
-        return is_sound and not self.is_draining
+        return self.state == "available"
 
 
 class Registry:

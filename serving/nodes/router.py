@@ -153,6 +153,29 @@ class Router:
         """How many requests are in each phase."""
         return dict(Counter(call.phase.value for call in self._calls.values()))
 
+    def overview(self) -> dict[str, object]:
+        """Workers with what they hold, and where requests are, for people."""
+        now_ns = self._clock.now_ns()
+        return {
+            "nodes": [
+                {
+                    "node": str(member.node_id),
+                    "address": member.card.address,
+                    "pid": member.card.pid,
+                    "state": member.state,
+                    "silent_s": round(s_of_ns(now_ns - member.seen_ns), 3),
+                    "load": self.pools.loads(member),
+                    "status": member.status,
+                }
+                for member in self.registry.members()
+            ],
+            "missing_roles": self.pools.missing_roles,
+            "requests": self.phases(),
+            "num_waiting": len(self._waiting),
+            "num_restarted": self.num_restarted,
+            "num_stale": self.num_stale,
+        }
+
     def on_message(self, source: NodeId, message: Message) -> None:
         """Takes one message; those of other roles are passed over."""
         match message:

@@ -34,6 +34,7 @@ class MemberCard:
         prefill_buckets, decode_buckets: its compiled shapes.
         images: None for a model that takes none.
         prefill_cost: what its prefill steps cost; None if that was not measured.
+        kv_bytes: that a token takes, and a sequence besides; zeros where that is unknown.
         pid: number of its process, for people.
     """
 
@@ -45,6 +46,7 @@ class MemberCard:
     decode_buckets: tuple[Bucket, ...]
     images: ImageGeometry | None = None
     prefill_cost: PrefillCost | None = None
+    kv_bytes: tuple[float, int] = (0.0, 0)
     pid: int = 0
 
 

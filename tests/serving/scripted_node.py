@@ -1,17 +1,16 @@
-"""A worker process without a model, for tests of clusters: `python -m tests.serving.scripted_node
-ROLE NAME CONFIG [PARENT]`. It is run as any other, around a simulated device, which notices wrong
-blocks and states, and whose tokens can be worked out by hand.
+"""Clusters whose workers have no model, for tests: `python -m tests.serving.scripted_node --config
+FILE` runs a whole one, with `--role ROLE --name NAME` one node of it. Workers run as any other,
+around simulated devices, which notice wrong blocks and states, and whose tokens can be worked out
+by hand.
 """
 
+import argparse
 import asyncio
-import json
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+import serving.__main__ as command_line
 from serving.cluster import ModelFacts, plan_capacity
 from serving.code_version import code_version
 from serving.config import ServingConfig, load_config
@@ -19,9 +18,12 @@ from serving.core.admission import EngineLimits
 from serving.core.step_plan import StepResult
 from serving.node_process import WorkerParts, run_worker
 from serving.nodes.values import NodeId
+from serving.supervisor import meeting_place, run_cluster
+from sharding.config_file import override_from_text
 from tests.serving.engine.simulated_device import SimulatedDevice
 
-STEP_S = 0.003
+NODE_COMMAND = (sys.executable, "-m", "tests.serving.scripted_node")
+STEP_S = 0.01
 FACTS = ModelFacts(
     vocab_size=320, max_position_embeddings=2**20, eos_token_id=1, kv_fingerprint=b"s" * 32
 )
@@ -53,15 +55,32 @@ def make_device(config: ServingConfig) -> SlowDevice:
     return SlowDevice(limits, capacity.buckets)
 
 
-def main(role: str, name: str, path: str, parent: str = "", version: str = "") -> int:
-    """Runs the worker until it is stopped."""
-    config = load_config(Path(path))
-    parts = WorkerParts(make_device(config), FACTS, code_version=version or code_version())
-    said = lambda line: print(json.dumps(line), flush=True)  # noqa: E731
-    number = int(parent) if parent else None
-    return asyncio.run(run_worker(config, NodeId(role, name), parts, said, number))
+def main(arguments: list[str]) -> int:
+    """Runs a whole cluster, or one node of it, until it is stopped."""
+    parser = argparse.ArgumentParser()
+    for flag in ("--config", "--role", "--name", "--parent", "--code-version"):
+        parser.add_argument(flag)
+    parser.add_argument("--set", action="append", default=[])
+    options = parser.parse_args(arguments)
+    if options.role == "router":
+        return command_line.main(["node", *arguments])
+    config = override_from_text(load_config(options.config), options.set)
+    if options.role is None:
+        with meeting_place(config.cluster) as changes:
+            options.set += changes
+            changed = [part for change in options.set for part in ("--set", change)]
+            flags = ["--config", options.config, *changed]
+            return asyncio.run(run_cluster(config, flags, _say, NODE_COMMAND))
+    version = options.code_version or code_version()
+    parts = WorkerParts(make_device(config), FACTS, code_version=version)
+    parent = int(options.parent) if options.parent else None
+    node_id = NodeId(options.role, options.name)
+    return asyncio.run(run_worker(config, node_id, parts, _say, parent))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
-    np.seterr(all="raise")
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

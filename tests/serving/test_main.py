@@ -21,7 +21,7 @@ import pytest
 import serving.__main__ as command_line
 from serving.config import ServingConfig
 from serving.engine.jax_executor import JaxExecutor
-from sharding.config_file import ConfigError
+from serving.listening import bind
 from tests.serving.frontend.alphabet import wait_for
 from tests.serving.running_service import MODEL_DIR
 
@@ -64,23 +64,9 @@ def test_port_in_use(taken_port: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_two_servers_that_start_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     # The first one does not listen yet: it is loading its model.
-    with command_line._bind("127.0.0.1", 0) as first:
+    with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         assert "in use" in run_main(["--port", str(port), "--model", "/no/where"], capsys)
-
-
-def test_port_whose_connections_are_still_being_closed() -> None:
-    with command_line._bind("127.0.0.1", 0) as earlier:
-        command_line._listen(earlier)
-        port = earlier.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            served, _ = earlier.accept()
-            served.close()  # Closed here first, so the connection stays in TIME_WAIT.
-            assert client.recv(1) == b""
-    with command_line._bind("127.0.0.1", port) as again:
-        assert again.getsockname()[1] == port
-        with pytest.raises(ConfigError, match="in use"):
-            command_line._bind("127.0.0.1", port)
 
 
 def test_bad_address(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,11 @@ from serving.transport.zeromq import ZeroMQNetwork
 from sharding.config_file import ConfigError
 from tests.serving.engine.prompts import prompt_of
 from tests.serving.engine.simulated_device import expected_tokens
+from tests.serving.scripted_node import NODE_COMMAND
 from tests.serving.transport.test_driver import Recorder
 
 ROOT = Path(__file__).parents[2]
+MODEL_DIR = ROOT / "tests" / "golden" / "tiny-v41"
 CONFIG = """
 [engine]
 max_context = 512
@@ -57,7 +58,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def start(path: Path, role: str, name: str, *more: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.serving.scripted_node", role, name, str(path), *more]
+    flags = ["--role", role, "--name", name, "--config", str(path), *more]
+    command = [*NODE_COMMAND, *flags]
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -121,7 +123,7 @@ def test_workers_join_serve_and_leave(path: Path) -> None:
 
 def test_one_that_is_refused_ends_with_the_reason(path: Path) -> None:
     config = load_config(path)
-    node = start(path, "prefill", "p", "", "other")
+    node = start(path, "prefill", "p", "--code-version", "other")
 
     async def run() -> None:
         async with routing(config):
@@ -139,7 +141,7 @@ def test_one_that_is_refused_ends_with_the_reason(path: Path) -> None:
 
 def test_it_ends_with_the_process_that_has_started_it(path: Path) -> None:
     # No process has a parent of that number.
-    node = start(path, "decode", "d", "-1")
+    node = start(path, "decode", "d", "--parent", "-1")
     try:
         _, error = node.communicate(timeout=30)
         assert node.returncode == 1 and "the process that has started it is gone" in error

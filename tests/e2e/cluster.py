@@ -1,0 +1,227 @@
+"""A whole cluster of processes around simulated devices, and clients that stream from it."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from serving.core.request import Request, SamplingParams
+from serving.frontend.text import TextCodec
+from tests.serving.engine.prompts import prompt_of
+from tests.serving.engine.simulated_device import expected_tokens
+from tests.serving.scripted_node import NODE_COMMAND
+
+ROOT = Path(__file__).parents[2]
+MODEL_DIR = ROOT / "tests" / "golden" / "tiny-v41"
+CONTEXT_MAX = 1024
+CONFIG = """
+[model]
+path = "{model}"
+[server]
+port = {port}
+database = "{folder}/service.sqlite3"
+drain_s = 20
+[engine]
+max_context = 1024
+num_blocks = 41
+prefill_tokens = [64]
+decode_rows = [4]
+[cluster]
+directory = "{folder}"
+heartbeat_s = 0.2
+lost_s = 1.6
+stranded_s = 3.0
+answer_s = 3.0
+lease_s = 4.0
+[cluster.nodes.p0]
+role = "prefill"
+[cluster.nodes.p1]
+role = "prefill"
+[cluster.nodes.d0]
+role = "decode"
+[cluster.nodes.d1]
+role = "decode"
+"""
+NODES = ("prefill/p0", "prefill/p1", "decode/d0", "decode/d1")
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 40.0) -> Any:
+    """Poll until something is true, and give what it was."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(0.01)
+    return found
+
+
+class Cluster:
+    """The supervisor and what it has started, ready when the constructor returns."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        path = folder / "cluster.toml"
+        path.write_text(CONFIG.format(model=MODEL_DIR, folder=folder, port=port))
+        self.url = f"http://127.0.0.1:{port}"
+        self.lines: list[str] = []
+        self._client = httpx.Client(base_url=self.url, timeout=10)
+        self._process = subprocess.Popen(
+            [*NODE_COMMAND, "--config", str(path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self.settle()
+        except AssertionError:
+            self.stop()
+            raise
+
+    def overview(self) -> dict[str, Any]:
+        """`GET /cluster`; nothing while nobody answers."""
+        try:
+            return self._client.get("/cluster").raise_for_status().json()
+        except httpx.HTTPError:
+            return {}
+
+    def node(self, name: str) -> dict[str, Any]:
+        """What the cluster says of a node; nothing if it is not there."""
+        nodes = self.overview().get("nodes", [])
+        return next((node for node in nodes if node["node"] == name), {})
+
+    def settle(self) -> dict[str, Any]:
+        """Wait until all nodes are there and none of them holds anything."""
+
+        def is_settled() -> dict[str, Any] | None:
+            overview = self.overview()
+            statuses = [
+                node["status"]
+                for node in overview.get("nodes", [])
+                if node["state"] == "available" and node["status"] is not None
+            ]
+            is_whole = len(statuses) == len(NODES)
+            at_rest = all(is_at_rest(status) for status in statuses)
+            return overview if is_whole and at_rest and not overview["requests"] else None
+
+        return wait_for(is_settled, f"a cluster at rest\n{self.text()}")
+
+    def signal(self, name: str, number: int) -> int:
+        """Send a signal to the process of a node; its number."""
+        pid = self.node(name)["pid"]
+        os.kill(pid, number)
+        return pid
+
+    def router_pid(self) -> int:
+        """The router is no member of itself: its number stands in what the supervisor says."""
+        lines = [line for line in self.lines if line.startswith("router ") and " pid " in line]
+        return int(lines[-1].split(" pid ")[1].split()[0])
+
+    def text(self) -> str:
+        """What the processes have said last."""
+        return "\n".join(self.lines[-30:])
+
+    def stop(self) -> int:
+        """Tell the supervisor to end, and wait."""
+        self._process.terminate()
+        try:
+            return self._process.wait(40)
+        finally:
+            self._process.kill()
+            self._reader.join(5)
+            self._client.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
+            for line in pipe:
+                self.lines.append(line.rstrip("\n"))
+
+
+def is_at_rest(status: dict[str, Any]) -> bool:
+    """Whether a worker holds no memory, context, reservation or request."""
+    engine, hand_offs = status["engine"], status["hand_offs"]
+    return (
+        engine["num_free_blocks"] == engine["num_blocks"]
+        and engine["num_free_slots"] == engine["num_slots"]
+        and not engine["num_waiting"]
+        and not any(hand_offs[f"num_{what}"] for what in ("held", "reserved", "pulling", "ready"))
+    )
+
+
+class Stream:
+    """A client that reads one streamed completion on a thread of its own."""
+
+    def __init__(
+        self, cluster: Cluster, length: int = 40, salt: int = 0, max_tokens: int = 60, **more: Any
+    ) -> None:
+        self.prompt = prompt_of(length, salt)
+        self.max_tokens = max_tokens
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.ended_s = 0.0
+        body = {
+            "model": "tiny-v41",
+            "prompt": self.prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "seed": 3,
+            "ignore_eos": True,
+            "stream": True,
+            **more,
+        }
+        self._url = f"{cluster.url}/v1/completions"
+        self._thread = threading.Thread(target=self._read, args=(body,), daemon=True)
+        self._thread.start()
+
+    def expected(self) -> str:
+        """The text that it must have in the end."""
+        sampling = SamplingParams(self.max_tokens, temperature=0, seed=3, ignore_eos=True)
+        request = Request("a", tuple(self.prompt), sampling)
+        return TextCodec.load(MODEL_DIR).decode(expected_tokens(request, 3, CONTEXT_MAX))
+
+    def wait_for_text(self, num_characters: int = 5) -> None:
+        """Return when something has come, but not all."""
+        wait_for(lambda: len(self.text) >= num_characters or self.ended_s, "text")
+
+    def join(self, seconds: float = 60.0) -> "Stream":
+        """Wait for the end."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"no end within {seconds:g} s; got {self.text!r}"
+        return self
+
+    def check(self) -> None:
+        """All tokens came, each once and in order."""
+        self.join()
+        assert self.error is None and self.finish_reason == "length", self.error
+        assert self.text == self.expected()
+
+    def _read(self, body: dict[str, Any]) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=body, timeout=60) as answer:
+                if answer.status_code != 200:
+                    self.error = f"{answer.status_code}: {answer.read().decode()}"
+                    return
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        self._take(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.ended_s = time.monotonic()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            assert self.error is None, "a second error"
+            self.error = event["error"]["message"]
+            return
+        for choice in event.get("choices", []):
+            self.text += choice["text"]
+            self.finish_reason = choice["finish_reason"] or self.finish_reason

@@ -1,0 +1,177 @@
+"""Goal: a client of a cluster gets its tokens, each of them once and in order, whatever happens to
+the processes behind it; or one clear error in time; and nothing of it stays anywhere.
+
+Method: one supervised cluster of real processes for all tests: router, two prefill and two decode
+workers, around simulated devices, which notice wrong blocks and states. After each test all nodes
+must be there again and hold nothing. Clients stream over HTTP.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import NODES, Cluster, Stream, wait_for
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), port)
+    try:
+        yield cluster
+    finally:
+        assert cluster.stop() == 0, cluster.text()
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Iterator[Cluster]:
+    yield running
+    running.settle()
+
+
+def test_streams_have_the_tokens_of_a_single_worker(cluster: Cluster) -> None:
+    streams = [Stream(cluster, length, salt) for salt, length in enumerate((1, 40, 129, 500))]
+    for stream in streams:
+        stream.check()
+    again = Stream(cluster, 500, 3)
+    again.check()
+    given = [cluster.node(name)["status"]["hand_offs"]["num_given"] for name in NODES[:2]]
+    assert sum(given) >= 5
+
+
+def test_more_requests_than_room(cluster: Cluster) -> None:
+    """Room for four at each of two decode workers."""
+    streams = [Stream(cluster, 10 + n, n, max_tokens=5) for n in range(64)]
+    for stream in streams:
+        stream.check()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_decode_workers_lost_in_the_middle(cluster: Cluster, number: int) -> None:
+    streams = [Stream(cluster, 50, salt, max_tokens=150) for salt in range(4)]
+    for stream in streams:
+        stream.wait_for_text()
+    pid = cluster.signal("decode/d0", number)
+    for stream in streams:
+        stream.check()
+    if number == signal.SIGSTOP:
+        # It finds out that its life as a member is over.
+        os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: cluster.node("decode/d0").get("pid") == pid, "the same process")
+    else:
+        wait_for(lambda: cluster.node("decode/d0").get("pid", pid) != pid, "another process")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_prefill_workers_lost_while_they_compute(cluster: Cluster, number: int) -> None:
+    streams = [Stream(cluster, 900, salt, max_tokens=20) for salt in range(4)]
+    wait_for(lambda: cluster.overview()["requests"].get("prefilling", 0) >= 2, "prefill")
+    pid = cluster.signal("prefill/p1", number)
+    for stream in streams:
+        stream.check()
+    if number == signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_prefill_workers_lost_after_they_have_handed_over(cluster: Cluster) -> None:
+    stream = Stream(cluster, 60, max_tokens=120)
+    stream.wait_for_text()
+    before = cluster.overview()["num_restarted"]
+    for name in NODES[:2]:
+        cluster.signal(name, signal.SIGKILL)
+    stream.check()
+    assert cluster.overview()["num_restarted"] == before
+
+
+def test_without_decode_workers_there_is_one_error_in_time(cluster: Cluster) -> None:
+    streams = [Stream(cluster, 50, salt, max_tokens=300) for salt in range(2)]
+    for stream in streams:
+        stream.wait_for_text()
+    begin = time.monotonic()
+    pids = [cluster.signal(name, signal.SIGSTOP) for name in NODES[2:]]
+    try:
+        for stream in streams:
+            stream.join()
+            assert stream.error is not None and stream.finish_reason is None
+            assert stream.ended_s - begin < 1.6 + 10
+            assert stream.expected().startswith(stream.text)
+        assert httpx.get(f"{cluster.url}/ready").status_code == 503
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: httpx.get(f"{cluster.url}/ready").status_code == 200, "readiness")
+
+
+def test_clients_that_hang_up_leave_nothing(cluster: Cluster) -> None:
+    body = {"model": "tiny-v41", "prompt": [3] * 200, "max_tokens": 500, "stream": True}
+    body |= {"ignore_eos": True}
+    for _ in range(3):
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+
+
+def test_workers_are_restarted_in_turn_without_a_failed_request(cluster: Cluster) -> None:
+    is_over = threading.Event()
+    streams: list[Stream] = []
+
+    def keep_busy() -> None:
+        while not is_over.is_set():
+            streams.append(Stream(cluster, 30, len(streams), max_tokens=30).join())
+
+    clients = [threading.Thread(target=keep_busy) for _ in range(2)]
+    for client in clients:
+        client.start()
+    try:
+        for name in NODES:
+            old = cluster.signal(name, signal.SIGTERM)
+
+            def is_back(name: str = name, old: int = old) -> bool:
+                node = cluster.node(name)
+                return node.get("pid", old) != old and node.get("state") == "available"
+
+            wait_for(is_back, f"{name} anew")
+    finally:
+        is_over.set()
+        for client in clients:
+            client.join()
+    assert len(streams) > 4
+    for stream in streams:
+        stream.check()
+
+
+def test_the_router_lost(cluster: Cluster) -> None:
+    stream = Stream(cluster, 50, max_tokens=300)
+    stream.wait_for_text()
+    begin = time.monotonic()
+    os.kill(cluster.router_pid(), signal.SIGKILL)
+    stream.join()
+    assert stream.error is not None and stream.ended_s - begin < 10
+    # Its successor finds the workers, which drop what nobody waits for.
+    cluster.settle()
+    Stream(cluster, 50).check()
+
+
+def test_the_overview_tells_of_all_nodes(cluster: Cluster) -> None:
+    overview = cluster.settle()
+    assert sorted(node["node"] for node in overview["nodes"]) == sorted(NODES)
+    for node in overview["nodes"]:
+        assert node["address"].startswith("ipc://") and node["silent_s"] < 1.6
+        assert node["status"]["engine"]["num_slots"] == 4 and node["load"]
+    assert overview["missing_roles"] == [] and overview["num_waiting"] == 0
+    status = httpx.get(f"{cluster.url}/status").json()
+    assert status["engine"]["num_slots"] == 16
+
+
+def test_the_supervisor_tells_of_every_node(running: Cluster) -> None:
+    for name in ("router", "p0", "p1", "d0", "d1"):
+        assert any(line.startswith(f"{name} ") and " ready " in line for line in running.lines)
+    assert any("ended with code -9; again in 0.5 s" in line for line in running.lines)
+    assert Path(running.node("decode/d0")["address"].removeprefix("ipc://")).exists()
