@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.history import TokenHistory
+from pallas_kernels.mix import Mix
 from pallas_kernels.scaled_array import (
     FP4_ROW32,
     FP8_32,
@@ -194,11 +195,28 @@ def _index_topk(
     return args, sizes
 
 
+def _hyper_mix(key: jax.Array, num_tokens: int, width: int, has_output: bool = True) -> Arguments:
+    keys = jax.random.split(key, 8)
+    rows, num_streams = 24, 4
+    streams = jax.random.normal(keys[0], (num_tokens, num_streams, width)).astype(jnp.bfloat16)
+    pre = jax.random.uniform(keys[1], (num_tokens, num_streams))
+    fn = jax.random.normal(keys[2], (rows, num_streams * width)) * (num_streams * width) ** -0.5
+    output = mix = None
+    if has_output:
+        output = jax.random.normal(keys[3], (num_tokens, width)).astype(jnp.bfloat16)
+        post = jax.random.uniform(keys[4], (num_tokens, num_streams))
+        comb = jax.random.uniform(keys[5], (num_tokens, num_streams, num_streams))
+        mix = Mix(pre, post, comb / num_streams)
+    scale, base = jax.random.normal(keys[6], (3,)), jax.random.normal(keys[7], (rows,))
+    return (streams, output, mix, pre, fn, scale, base), {"iterations": 20, "eps": 1e-6}
+
+
 _BUILDERS: dict[str, Callable[..., Arguments]] = {
     "scaled_matmul": _scaled_matmul,
     "grouped_matmul": _grouped_matmul,
     "sparse_attention": _sparse_attention,
     "index_topk": _index_topk,
+    "hyper_mix": _hyper_mix,
 }
 
 
@@ -207,6 +225,7 @@ _TOKEN_ARGUMENTS = {
     "grouped_matmul": (0, 1, 2),
     "sparse_attention": (0, 2, 3, 5),
     "index_topk": (0, 1, 4, 5, 6),
+    "hyper_mix": (0, 1, 2, 3),
 }
 """Which positional arguments have a row for each token."""
 
@@ -263,6 +282,12 @@ CASES: tuple[Case, ...] = (
     _attention("window_of_two_tiles", "quick", [(70, 1)], 66, 0),
     _attention("entries_of_three_tiles", "quick", [(3, 1)], 3, 150, absent_tokens=0),
     _attention("no_tokens", "quick", [], 5, 7),
+    Case("hyper_mix", "odd_tokens", "quick", {"num_tokens": 5, "width": 128}),
+    Case("hyper_mix", "two_tiles", "quick", {"num_tokens": 65, "width": 64}),
+    Case("hyper_mix", "first", "quick", {"num_tokens": 1, "width": 64, "has_output": False}),
+    Case("hyper_mix", "no_tokens", "quick", {"num_tokens": 0, "width": 64}),
+    Case("hyper_mix", "decode", "model", {"num_tokens": 64, "width": 5120}),
+    Case("hyper_mix", "prefill", "model", {"num_tokens": 4096, "width": 5120}),
     _index("two_rows", "quick", [0, 100], 5, 128, 4, num_candidate_blocks=3),
     _index("inside_candidates", "quick", [77], 6, 128, 3, num_candidates=9),
     _index("ties_over_two_chunks", "quick", [4100], 5, 4160, 3, num_candidate_blocks=2),

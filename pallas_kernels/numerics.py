@@ -9,6 +9,8 @@ TOLERANCE = {
     "scaled_matmul": 2e-5,
     # The hidden rows may round to another FP8 value, or without quantisation to bfloat16.
     "grouped_matmul": 1e-2,
+    # A new stream may round to the other neighbour in bfloat16.
+    "hyper_mix": 4e-3,
     # The very same entries.
     "index_topk": 0.0,
     # Probabilities are rounded to bfloat16.

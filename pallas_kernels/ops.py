@@ -22,6 +22,7 @@ from pallas_kernels.checks import (
 from pallas_kernels.history import TokenHistory
 from pallas_kernels.mix import Mix
 from pallas_kernels.mosaic import grouped_matmul as _grouped_matmul_sm90
+from pallas_kernels.mosaic import hyper_mix as _hyper_mix_sm90
 from pallas_kernels.mosaic import index_topk as _index_topk_sm90
 from pallas_kernels.mosaic import scaled_matmul as _scaled_matmul_sm90
 from pallas_kernels.mosaic import sparse_attention as _sparse_attention_sm90
@@ -128,6 +129,7 @@ def hyper_mix(
     *,
     iterations: int,
     eps: float,
+    implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array, Mix]:
     """Finish one sub-layer and start the next, for S residual streams.
 
@@ -146,8 +148,20 @@ def hyper_mix(
     expect(base.shape == (rows,), "base", base.shape, f"[{rows}]")
     expect(scale.shape == (3,), "scale", scale.shape, "[3]")
     expect_both("mix", mix, "output", output)
-    return _hyper_mix.hyper_mix(
-        streams, output, mix, pre, fn, scale, base, iterations=iterations, eps=eps
+    return run(
+        "hyper_mix",
+        implementation,
+        {"sm90": _hyper_mix_sm90.hyper_mix},
+        _hyper_mix.hyper_mix,
+        streams,
+        output,
+        mix,
+        pre,
+        fn,
+        scale,
+        base,
+        iterations=iterations,
+        eps=eps,
     )
 
 

@@ -98,9 +98,20 @@ def _index_topk(
     return Cost(num_bytes, 2 * heads * width * scored)
 
 
+def _hyper_mix(num_tokens: int, width: int, has_output: bool = True) -> Cost:
+    rows, num_streams = 24, 4
+    passed = 2 * num_streams * width * (1 + has_output) + 2 * width * (1 + has_output)
+    num_bytes = num_tokens * (passed + 4 * (rows * (1 + has_output) + num_streams))
+    num_bytes += 4 * rows * num_streams * width
+    project = 2 * rows * num_streams * width
+    mix = 2 * num_streams * width * (1 + has_output * (num_streams + 1))
+    return Cost(num_bytes, num_tokens * (project + mix))
+
+
 _COSTS: dict[str, Callable[..., Cost]] = {
     "scaled_matmul": _scaled_matmul,
     "grouped_matmul": _grouped_matmul,
     "sparse_attention": _sparse_attention,
     "index_topk": _index_topk,
+    "hyper_mix": _hyper_mix,
 }

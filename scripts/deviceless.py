@@ -36,7 +36,8 @@ class KernelFacts:
         registers: most of one thread.
         spills: bytes stored and loaded because registers ran out, all kernels together.
         shared_bytes: most shared memory of one block.
-        tensor_core: instruction that multiplies matrices; None unless every kernel has one.
+        tensor_core: instruction that multiplies matrices; None if no kernel has one.
+        num_without: kernels that have none.
         compile_s: seconds for lowering and compiling the program.
     """
 
@@ -45,6 +46,7 @@ class KernelFacts:
     spills: int
     shared_bytes: int
     tensor_core: str | None
+    num_without: int
     compile_s: float
 
 
@@ -110,7 +112,8 @@ def _facts(folder: Path, seconds: float) -> KernelFacts:
         registers=max(_numbers(r"Used (\d+) registers", reports), default=0),
         spills=sum(_numbers(r"(\d+) bytes spill", reports)),
         shared_bytes=max(_numbers(r"smem_scratch_bytes=(\d+)", resources), default=0),
-        tensor_core=" ".join(names) if found and all(found) else None,
+        tensor_core=" ".join(names) or None,
+        num_without=found.count(None),
         compile_s=seconds,
     )
 

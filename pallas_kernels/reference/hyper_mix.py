@@ -55,7 +55,7 @@ def coefficients(
 ) -> Mix:
     """The mix of one sub-layer from its streams: S pre, S post and S x S comb weights a token."""
     num_tokens, num_streams, _ = streams.shape
-    flat = streams.reshape(num_tokens, -1).astype(jnp.float32)
+    flat = streams.reshape(num_tokens, fn.shape[1]).astype(jnp.float32)
     inverse_norm = jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + _NORM_EPS)
     # Project first, scale after: the published order, and one pass over the streams.
     m = jnp.einsum("td,md->tm", flat, fn, precision=_HIGHEST) * inverse_norm

@@ -4,6 +4,7 @@ the equations, on three streams so that no dimension is mistaken for another.
 """
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ops
+from pallas_kernels.cases import Case
 from pallas_kernels.mix import Mix
 from pallas_kernels.reference import hyper_mix as reference
+from tests.pallas_kernels.interpreted import TIME_LIMIT, check_case, quick
 
 EPS = 1e-6
 hyper_mix = jax.jit(ops.hyper_mix, static_argnames=("iterations", "eps"))
@@ -132,3 +135,21 @@ def test_streams_of_zeros_and_of_tiny_numbers(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(mix.pre[1], mix.pre[0], rtol=1e-4)
     np.testing.assert_allclose(mix.comb[1], mix.comb[0], rtol=1e-4)
     np.testing.assert_allclose(mix.pre[2], sigmoid(np.asarray(base[:3])) + EPS, rtol=1e-5)
+
+
+@TIME_LIMIT
+@quick("hyper_mix")
+def test_the_kernel_gives_what_the_reference_gives(case: Case) -> None:
+    check_case(case)
+
+
+def test_the_kernel_refuses_what_it_does_not_cover() -> None:
+    def call(streams: jax.Array) -> Any:
+        pre, fn = jnp.zeros(streams.shape[:2]), jnp.zeros((24, 4 * streams.shape[2]))
+        arrays = (streams, None, None, pre, fn, jnp.zeros(3), jnp.zeros(24))
+        return ops.hyper_mix(*arrays, iterations=2, eps=1e-6, implementation="interpret")
+
+    with pytest.raises(NotImplementedError, match="expected 4 of a multiple of 64 channels"):
+        call(jnp.zeros((1, 4, 96), jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match="streams is float32; the tensor core takes"):
+        call(jnp.zeros((1, 4, 64)))

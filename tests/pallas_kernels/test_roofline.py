@@ -39,6 +39,13 @@ def test_keys_are_read_once_and_only_inside_candidates() -> None:
     assert inside.num_flops == 2 * 32 * 128 * (80 + 64)
 
 
+def test_streams_are_read_and_written_once() -> None:
+    cost = roofline.cost(Case("hyper_mix", "x", "quick", {"num_tokens": 10, "width": 64}))
+    small = 4 * (24 + 24 + 4)
+    assert cost.num_bytes == 10 * (2 * 4 * 64 * 2 + 2 * 64 * 2 + small) + 4 * 24 * 256
+    assert cost.num_flops == 10 * (2 * 24 * 256 + 2 * 256 * 6)
+
+
 def test_the_bound_is_the_slower_of_memory_and_arithmetic() -> None:
     memory = roofline.Cost(4_800_000, 1)
     assert abs(memory.bound_us(H200) - 1.0) < 1e-9

@@ -32,13 +32,13 @@ def test_reports_of_several_kernels_are_added_up(tmp_path: Path) -> None:
     plant(tmp_path, "a", 0, 90, "wgmma.mma_async.sync.aligned.m64n8k16")
     plant(tmp_path, "b", 12, 40, "wgmma.mma_async.sync.aligned.m64n8k16")
     facts = deviceless._facts(tmp_path, 1.5)
-    assert facts == deviceless.KernelFacts(2, 90, 24, 9000, "wgmma.mma_async", 1.5)
+    assert facts == deviceless.KernelFacts(2, 90, 24, 9000, "wgmma.mma_async", 0, 1.5)
     plant(tmp_path, "c", 0, 10, "fma.rn.f32")
-    assert deviceless._facts(tmp_path, 1.5).tensor_core is None
+    assert deviceless._facts(tmp_path, 1.5).num_without == 1
 
 
 def test_no_kernel_has_no_facts(tmp_path: Path) -> None:
-    assert deviceless._facts(tmp_path, 0.0) == deviceless.KernelFacts(0, 0, 0, 0, None, 0.0)
+    assert deviceless._facts(tmp_path, 0.0) == deviceless.KernelFacts(0, 0, 0, 0, None, 0, 0.0)
 
 
 @pytest.mark.skipif(HAS_COMPILER, reason="the extra gpu-aot is installed")

@@ -9,10 +9,10 @@ from pallas_kernels.targets import H100
 from scripts.deviceless import KernelFacts
 from scripts.kernel_report import report_row, row_faults
 
-GOOD = KernelFacts(2, 100, 0, 65536, "wgmma.mma_async", 1.0)
+GOOD = KernelFacts(2, 100, 0, 65536, "wgmma.mma_async", 0, 1.0)
 KEYS = [
     *("op", "target", "shape", "registers", "spills", "shared_bytes", "tensor_core"),
-    *("bytes", "flops", "bound_us", "compile_s"),
+    *("without_tensor_core", "bytes", "flops", "bound_us", "compile_s"),
 ]
 
 
@@ -34,5 +34,11 @@ def test_faults_are_named() -> None:
 
     place = f"scaled_matmul {case.name} on h100"
     assert faults(spills=8) == [f"{place}: spills 8 bytes; expected 0"]
-    assert faults(tensor_core=None) == [f"{place}: a kernel without a tensor-core instruction"]
+    assert faults(num_without=1) == [f"{place}: a kernel without a tensor-core instruction"]
     assert faults(registers=0) == [f"{place}: no kernel was compiled"]
+
+
+def test_a_kernel_that_multiplies_nothing_needs_no_tensor_core() -> None:
+    case = find("hyper_mix", "model")[0]
+    assert row_faults(report_row(case, H100, dataclasses.replace(GOOD, num_without=1))) == []
+    assert row_faults(report_row(case, H100, dataclasses.replace(GOOD, num_without=2)))
