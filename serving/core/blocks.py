@@ -4,10 +4,12 @@ A pool hands out numbers, never memory: the arrays they point into live on the d
 either kind is never handed out, because padding rows of a step write there.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
+
+from serving.core.shared_lru import SharedLru
 
 BLOCK_SIZE = 128
 """Tokens in a block, on the device, on the wire and on disk."""
@@ -18,8 +20,8 @@ class BlockPool:
 
     A block without a holder is free. If it is *named*, because its content can serve others, it
     keeps the content until it is allocated anew, which happens only when there is no nameless
-    free block, and to the least recently used first. Nameless ones are reused in the order in
-    which they became free.
+    free block, and to the least recently used one of the owner with most of them first. Nameless
+    ones are reused in the order in which they became free.
 
     Holders are counts in one array rather than an object per block: a pool has tens of thousands
     of them and a step touches hundreds.
@@ -41,7 +43,8 @@ class BlockPool:
         self._num_holders = np.zeros(num_blocks, np.int32)
         self._is_named = np.zeros(num_blocks, bool)
         self._free: deque[int] = deque(range(1, num_blocks))
-        self._free_named: OrderedDict[int, None] = OrderedDict()
+        self._free_named = SharedLru()
+        self._owners: dict[int, str] = {}
 
     @property
     def num_usable(self) -> int:
@@ -72,8 +75,9 @@ class BlockPool:
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         taken = [self._free.popleft() for _ in range(min(count, len(self._free)))]
         while len(taken) < count:
-            block, _ = self._free_named.popitem(last=False)
+            block = self._free_named.pop()
             self._is_named[block] = False
+            del self._owners[block]
             assert self._forget is not None, f"block {block} is named, but nobody remembers it"
             self._forget(block)
             taken.append(block)
@@ -84,17 +88,19 @@ class BlockPool:
         """Add a holder to each block; those that are free must be named."""
         for block in blocks:
             if self._num_holders[block] == 0:
-                del self._free_named[block]
+                self._free_named.remove(block)
             self._num_holders[block] += 1
 
-    def name(self, block: int) -> None:
-        """Keep the content of a held block after its last holder let it go."""
+    def name(self, block: int, owner: str = "") -> None:
+        """Keep the content of a held block after its last holder let it go, for `owner`."""
         assert self._num_holders[block] > 0, f"block {block} is named but has no holder"
         self._is_named[block] = True
+        self._owners[block] = owner
 
     def forget_names(self) -> None:
         """No content is worth keeping any more."""
         self._is_named[:] = False
+        self._owners.clear()
         self._free.extend(self._free_named)
         self._free_named.clear()
 
@@ -110,7 +116,7 @@ class BlockPool:
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
                 if self._is_named[block]:
-                    self._free_named[block] = None
+                    self._free_named.add(block, self._owners[block])
                 else:
                     self._free.append(block)
 

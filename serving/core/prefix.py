@@ -29,13 +29,13 @@ Snapshots are taken where they are likely to be used:
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from serving.core.request import RequestImage
+from serving.core.shared_lru import SharedLru
 
 PrefixKey = bytes
 """16 bytes that name a prefix up to a block boundary."""
@@ -107,6 +107,7 @@ class _Entry:
     """
 
     block: int
+    owner: str = ""
     snapshot: int = 0
     is_reused: bool = False
     tail_start: int | None = 0
@@ -127,8 +128,9 @@ class PrefixIndex:
         self._entries: dict[PrefixKey, _Entry] = {}
         self._keys: dict[int, PrefixKey] = {}
         self._free_slots = list(reversed(snapshot_slots))
-        # Slots with a snapshot and the prefixes they end, least recently used first.
-        self._used_slots: OrderedDict[int, PrefixKey] = OrderedDict()
+        # Slots with a snapshot, in the order in which they may go, and the prefixes they end.
+        self._used_slots = SharedLru()
+        self._slot_keys: dict[int, PrefixKey] = {}
 
     @property
     def num_used_snapshots(self) -> int:
@@ -179,32 +181,40 @@ class PrefixIndex:
         entry = self._entries[key]
         assert entry.snapshot, "the prefix has no snapshot"
         entry.is_reused = True
-        self._used_slots.move_to_end(entry.snapshot)
+        self._used_slots.use(entry.snapshot)
         return entry.snapshot
 
-    def name(self, key: PrefixKey, block: int) -> None:
-        """`block` now is the last one of the prefix, which was not present."""
+    def owner_behind(self, keys: Sequence[PrefixKey], num_blocks: int, owner: str) -> str:
+        """Whose a block behind `num_blocks` of a chain is; `owner`'s if it is the first.
+
+        All blocks of a chain are one owner's, or some could go before those behind them.
+        """
+        return self._entries[keys[num_blocks - 1]].owner if num_blocks else owner
+
+    def name(self, key: PrefixKey, block: int, owner: str = "") -> None:
+        """`block` now is the last one of the prefix, which was not present; it is `owner`'s."""
         assert key not in self._entries, f"block {block} is named like another"
-        self._entries[key] = _Entry(block)
+        self._entries[key] = _Entry(block, owner)
         self._keys[block] = key
 
     def forget(self, block: int) -> None:
         """The block will hold something else: its prefix and its snapshot are no longer present."""
         entry = self._entries.pop(self._keys.pop(block))
         if entry.snapshot:
-            del self._used_slots[entry.snapshot]
+            self._used_slots.remove(entry.snapshot)
             self._free_slots.append(entry.snapshot)
 
     def reserve_slot(self) -> int | None:
-        """A slot for a new snapshot, that of the least recently used one if need be.
+        """A slot for a new snapshot, that of an old one if need be: the least recently used one of
+        the owner with most of them.
 
         None if all slots are reserved. Give it to `keep_snapshot` or `return_slot`.
         """
         if not self._free_slots:
             if not self._used_slots:
                 return None
-            slot, key = self._used_slots.popitem(last=False)
-            self._entries[key].snapshot = 0
+            slot = self._used_slots.pop()
+            self._entries[self._slot_keys[slot]].snapshot = 0
             return slot
         return self._free_slots.pop()
 
@@ -226,17 +236,18 @@ class PrefixIndex:
             self.return_slot(slot)
             return False
         if entry.snapshot:
-            del self._used_slots[entry.snapshot]
+            self._used_slots.remove(entry.snapshot)
             self._free_slots.append(entry.snapshot)
         entry.snapshot, entry.is_reused, entry.tail_start = slot, False, tail_start
-        self._used_slots[slot] = key
+        self._used_slots.add(slot, entry.owner)
+        self._slot_keys[slot] = key
         return True
 
     def drop_unused_snapshot(self, key: PrefixKey) -> None:
         """Free the snapshot of a prefix, unless it is gone or was of use."""
         entry = self._entries.get(key)
         if entry is not None and entry.snapshot and not entry.is_reused:
-            del self._used_slots[entry.snapshot]
+            self._used_slots.remove(entry.snapshot)
             self._free_slots.append(entry.snapshot)
             entry.snapshot = 0
 

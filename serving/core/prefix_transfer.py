@@ -135,8 +135,8 @@ class PrefixTransfers:
         )
         return transfer, tuple(key for key, _ in found), slot is not None
 
-    def write(self, prefix: StagedPrefix) -> KVTransfer | None:
-        """A transfer that makes a prefix usable, which counts as such from now on.
+    def write(self, prefix: StagedPrefix, owner: str = "") -> KVTransfer | None:
+        """A transfer that makes a prefix usable, which counts as such from now on, for `owner`.
 
         None if it is usable, if blocks that were left out are gone, or if there is no room.
         """
@@ -159,9 +159,10 @@ class PrefixTransfers:
             blocks.release(present)
             return None
         written = blocks.allocate(num_missing)
+        owner = prefixes.owner_behind(keys, num_present, owner)
         for key, block in zip(keys[num_present:], written, strict=True):
-            prefixes.name(key, block)
-            blocks.name(block)
+            prefixes.name(key, block, owner)
+            blocks.name(block, owner)
         if slot is not None:
             is_kept = prefixes.keep_snapshot(keys[-1], slot)
             assert is_kept, "a prefix that was not usable has a snapshot"

@@ -244,7 +244,9 @@ class Request:
     only among requests of equal `cache_salt`. `constraint` is enforced by the grammar that
     `core.grammar` compiles it to. `fork_group` names the samples of one prompt, of
     which this is number `sample_index` (`core.forking`). `resumed_token_ids` were generated for it
-    elsewhere before: they count as generated and are not reported again.
+    elsewhere before: they count as generated and are not reported again. `cache_owner` is whose
+    share of the device's memory its prefix is kept in; requests of different owners have
+    different salts.
     """
 
     request_id: str
@@ -258,6 +260,7 @@ class Request:
     fork_group: str | None = None
     sample_index: int = 0
     resumed_token_ids: tuple[int, ...] = ()
+    cache_owner: str = ""
 
     def __post_init__(self) -> None:
         if not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:

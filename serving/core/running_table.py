@@ -458,8 +458,10 @@ class RunningTable:
             block, key = int(self.block_tables[row, index]), sequence.prefix_keys[index]
             present = self.prefixes.block(key)
             if present is None:
-                self.prefixes.name(key, block)
-                self.blocks.name(block)
+                keys = sequence.prefix_keys
+                owner = self.prefixes.owner_behind(keys, index, sequence.request.cache_owner)
+                self.prefixes.name(key, block, owner)
+                self.blocks.name(block, owner)
             else:
                 self.blocks.hold([present])
                 self.block_tables[row, index] = present

@@ -276,4 +276,4 @@ def _within(request: Request, context_max: int | None, principal: Principal) -> 
             )
         sampling = replace(sampling, max_tokens=context_max - num_prompt)
     salt = principal.salted(request.cache_salt)
-    return replace(request, sampling=sampling, cache_salt=salt)
+    return replace(request, sampling=sampling, cache_salt=salt, cache_owner=principal.salt)

@@ -51,7 +51,8 @@ class KVOffload:
         self._limits = limits
         self._breaker = Breaker(limits.faults_max)
         self._sightings = Sightings(_SIGHTINGS)
-        self._waiting: dict[str, FetchPrefix] = {}
+        # Whose share of the device's memory the prefix of each request goes to.
+        self._waiting: dict[str, str] = {}
         self._offers: dict[int, OfferPrefix] = {}
         self._reading: dict[int, _Stored] = {}
         self._num_offers = 0
@@ -77,7 +78,7 @@ class KVOffload:
             request.cache_salt,
             wanted.has_state,
         )
-        self._waiting[request.request_id] = call
+        self._waiting[request.request_id] = request.cache_owner
         self._outbox.ask_cache(call)
         self._outbox.set_timer(_WAIT + request.request_id, self._limits.wait_ns)
         return True
@@ -151,7 +152,8 @@ class KVOffload:
         )
 
     def _on_fetched(self, reply: PrefixFetched) -> str | None:
-        if self._waiting.pop(reply.request_id, None) is None:
+        owner = self._waiting.pop(reply.request_id, None)
+        if owner is None:
             # Late. It shows that the tiers answer again.
             self._breaker.succeed()
             return None
@@ -164,7 +166,7 @@ class KVOffload:
         else:
             self._breaker.succeed()
             self._counts["hits"] += 1
-            transfer = self._transfers.write(reply.prefix)
+            transfer = self._transfers.write(reply.prefix, owner)
             if transfer is None:
                 self._counts["unused"] += 1
             else:

@@ -106,3 +106,20 @@ def test_a_block_in_use_is_held_by_several() -> None:
     assert (pool.num_free, pool.num_free_named) == (3, 1)
     with pytest.raises(AssertionError, match="named but has no holder"):
         pool.name(blocks[1])
+
+
+def test_content_of_an_owner_with_few_blocks_outlives_that_of_one_with_many() -> None:
+    gone: list[int] = []
+    pool = BlockPool(9, gone.append)
+    small = pool.allocate(2)
+    for block in small:
+        pool.name(block, "small")
+    pool.release(small)
+    for _ in range(5):
+        greedy = pool.allocate(3)
+        for block in greedy:
+            pool.name(block, "greedy")
+        pool.release(greedy)
+    assert not set(gone) & set(small) and len(gone) >= 9
+    pool.hold(small)
+    assert pool.num_held(small) == 2

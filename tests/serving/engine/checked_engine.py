@@ -169,8 +169,8 @@ class CheckedEngine:
         pending = [copy.slot for copy in self.engine._snapshots._copies]
         slots = [*pending, *index._free_slots, *index._used_slots]
         assert len(set(slots)) == len(slots) == num_snapshots
-        for slot, key in index._used_slots.items():
-            assert index.snapshot(key) == slot
+        for slot in index._used_slots:
+            assert index.snapshot(index._slot_keys[slot]) == slot
 
     def _take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -290,3 +290,25 @@ def test_greedy_tenant_cannot_push_another_past_its_share(tmp_path: Path) -> Non
     # the engine already; then both take turns.
     taken = [row.tenant for row in read_records(database)]
     assert len(taken) == 15 and taken[:9].count("small") == 3, taken
+
+
+def test_greedy_tenant_cannot_evict_what_another_has_cached(tmp_path: Path) -> None:
+    database = tmp_path / "db"
+    store = SqliteKeyStore(database)
+    keys = {name: store.add(name, [Scope.USE], 0)[1] for name in ("greedy", "small")}
+    options = {"engine.num_blocks": 13, "engine.prefix_snapshots": 6}
+    with RunningService(ScriptedExecutor(letter_at), options, database) as service:
+        shop = Shop(service, database, keys)
+
+        def cached(tenant: str, number: int, salt: str = "-") -> int:
+            prompt = [5 + number] * 300
+            answer = shop.post(tenant, prompt=prompt, max_tokens=2, cache_salt=salt)
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert cached("small", 0) == 0 and cached("small", 0) == 256
+        for number in range(12):
+            # A salt of its own for each makes one tenant look like many, and is of no use.
+            assert cached("greedy", number, salt=str(number)) == 0
+        assert cached("greedy", 11, salt="11") == 256, "it has a share, too"
+        assert cached("greedy", 0, salt="0") == 0, "all that it brought does not fit"
+        assert cached("small", 0) == 256
