@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 ROLES = ("cache", "metadata", "storage", ROUTER_NAME, *WORKER_ROLES)
 QUESTIONS = ("stats", "flush", "purge", "verify", "repair", "drain", "rejoin", "stop")
 PREFIX_ACTIONS = ("pin", "unpin", "warm")
-_OPERATOR_S = 60.0
 _WARM_S = 900.0
 
 AddConfig = Callable[[argparse.ArgumentParser], None]
@@ -178,10 +177,12 @@ def cache_access(
 
     key = read_key(cluster.key_file)
 
-    async def ask_tiers(what: str, tenant: bytes | None, keys: bytes) -> "Numbers":
+    async def ask_tiers(
+        what: str, tenant: bytes | None, keys: bytes, timeout_s: float
+    ) -> "Numbers":
         try:
             return await asyncio.to_thread(
-                ask, address, what, tenant, _OPERATOR_S, key=key, keys=keys
+                ask, address, what, tenant, timeout_s, key=key, keys=keys
             )
         except ConfigError as error:
             raise CacheRefusal(str(error)) from None

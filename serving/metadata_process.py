@@ -20,6 +20,7 @@ from serving.kv import directory_calls, wire
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.directory import Directory, DirectoryTimes
 from serving.kv.placements import PlacementFile
+from serving.kv.tier_metrics import histogram_numbers
 from serving.kv_config import KVOptions
 from serving.nodes.metadata_node import MetadataNode
 from serving.transport.driver import SystemClock
@@ -142,6 +143,7 @@ def numbers_of(node: MetadataNode) -> dict[str, float | int]:
         f"directory_{key.removeprefix('num_')}": value
         for key, value in asdict(directory.counts).items()
     }
+    numbers |= histogram_numbers("directory_evicted_age_seconds", directory.index.evicted_age_s)
     return numbers | {
         "directory_epoch": directory.epoch,
         "directory_payloads": len(directory),

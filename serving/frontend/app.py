@@ -198,7 +198,8 @@ class _Service:
     async def metrics(self, request: HttpRequest) -> Response:
         num_queued = self._accounting.queue.num_waiting
         status = await self._gateway.status()
-        page = exposition.render(self._gateway.metrics, status, self._model.name, num_queued)
+        tiers = await self._cache.metrics()
+        page = exposition.render(self._gateway.metrics, status, self._model.name, num_queued, tiers)
         return _plain(page, exposition.CONTENT_TYPE)
 
     async def status(self, request: HttpRequest) -> Response:

@@ -30,6 +30,8 @@ ACTIONS = ("pin", "unpin", "warm", "purge", "flush")
 _COMPUTE_S = 600.0
 _STORED_S = 10.0
 _POLL_S = 0.1
+_ACTION_S = 60.0
+_STATS_S = 2.0
 
 Numbers = Mapping[str, float | int]
 
@@ -38,8 +40,8 @@ class CacheRefusal(Exception):
     """The process of the tiers does not answer, or not with numbers."""
 
 
-AskTiers = Callable[[str, bytes | None, bytes], Awaitable[Numbers]]
-"""Asks for something, for a tenant, about keys; raises `CacheRefusal`."""
+AskTiers = Callable[[str, bytes | None, bytes, float], Awaitable[Numbers]]
+"""Asks for something, for a tenant, about keys, within seconds; raises `CacheRefusal`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,17 @@ class CacheAdmin:
         Raises:
             ApiError: 404, there are none; 503, their process does not answer.
         """
-        return dict(await self._ask("stats", None, b""))
+        try:
+            return dict(await self._checked().ask("stats", None, b"", _STATS_S))
+        except CacheRefusal as refusal:
+            raise unavailable(str(refusal)) from None
+
+    async def metrics(self) -> Numbers:
+        """The same for scrapers; nothing where there are none."""
+        try:
+            return await self.stats()
+        except ApiError:
+            return {}
 
     async def act(self, raw: bytes) -> dict[str, Any]:
         """Do what a body asks for.
@@ -123,7 +135,7 @@ class CacheAdmin:
     async def _brought(self, action: str, salt: str, data: bytes) -> Numbers:
         """What came of `pin` or `warm`; nothing if nothing is stored."""
         try:
-            return await self._checked().ask(action, tenant_id(salt), data)
+            return await self._checked().ask(action, tenant_id(salt), data, _ACTION_S)
         except CacheRefusal as refusal:
             if "is stored" in str(refusal):
                 return {}
@@ -157,7 +169,7 @@ class CacheAdmin:
 
     async def _ask(self, what: str, tenant: bytes | None, keys: bytes) -> Numbers:
         try:
-            return await self._checked().ask(what, tenant, keys)
+            return await self._checked().ask(what, tenant, keys, _ACTION_S)
         except CacheRefusal as refusal:
             raise unavailable(str(refusal)) from None
 

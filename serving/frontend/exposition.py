@@ -4,7 +4,7 @@ Our own names begin with `deepinfer_`. What operators know from vLLM is there un
 and with its labels as well, so that dashboards made for it show this server.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from serving.frontend.kv_exposition import tier_metrics
 from serving.kv.offload import OffloadStatus
 from serving.nodes.messages import WorkerStatus
 from serving.observe import Histogram, ServiceMetrics
@@ -25,16 +26,29 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 def render(
-    metrics: ServiceMetrics, status: WorkerStatus | None, model: str = "", num_queued: int = 0
+    metrics: ServiceMetrics,
+    status: WorkerStatus | None,
+    model: str = "",
+    num_queued: int = 0,
+    tiers: Mapping[str, float | int] | None = None,
 ) -> bytes:
     """The page. Without a worker's answer its gauges are left out rather than invented.
 
-    `num_queued` requests wait in front of the engine.
+    `num_queued` requests wait in front of the engine; `tiers` are numbers of the KV tiers.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(metrics, status, num_queued))
     registry.register(_Familiar(metrics, status, num_queued, model))
+    registry.register(_Tiers(tiers or {}))
     return generate_latest(registry)
+
+
+class _Tiers(Collector):
+    def __init__(self, numbers: Mapping[str, float | int]) -> None:
+        self._numbers = numbers
+
+    def collect(self) -> Iterator[Metric]:
+        return tier_metrics(self._numbers)
 
 
 class _Snapshot(Collector):

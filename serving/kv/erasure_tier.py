@@ -29,6 +29,7 @@ from serving.kv.store import (
 from serving.kv.stripe_calls import Scattered, StripeCalls
 from serving.kv.stripe_repair import RepairOptions, StripeRepair
 from serving.kv.stripes import Coding, NodeStates, StripeMap, StripePlan, rank_nodes
+from serving.observe import Histogram
 
 _log = logging.getLogger(__name__)
 
@@ -264,6 +265,11 @@ class ErasureTier:
                 num_nodes=len(self._links.nodes),
                 num_nodes_away=len(self._links.nodes - self._links.present()),
             )
+
+    @property
+    def evicted_age_s(self) -> Histogram:
+        """How old was what made room for others."""
+        return self._index.evicted_age_s
 
     def sizes(self) -> Mapping[bytes, int]:
         """Bytes of the payloads of each tenant."""

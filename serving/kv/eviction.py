@@ -21,6 +21,8 @@ from typing import cast
 
 from serving.kv.replacement import Entry, S3Fifo
 from serving.kv.store import Name
+from serving.kv.tier_metrics import AGE_BOUNDS_S
+from serving.observe import Histogram
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,9 @@ class EvictionQueue:
         self._by_tenant: dict[bytes, S3Fifo[Entry]] = {}
         self._tenant_bytes: dict[bytes, int] = {}
         self._tenants: dict[bytes, bytes] = {}
+        self._victim: Name | None = None
+        self._now_s = 0
+        self.evicted_age_s = Histogram(AGE_BOUNDS_S)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -135,12 +140,16 @@ class EvictionQueue:
 
     def is_expired(self, name: Name, now_s: int) -> bool:
         """Whether the payload is older than its time to live."""
+        self._now_s = max(self._now_s, now_s)
         return bool(self._ttl_s) and now_s - self._items[name].written_s > self._ttl_s
 
     def remove(self, name: Name) -> None:
         """The payload is gone."""
         item = self._items.pop(name)
         _part(item)
+        if name == self._victim:
+            # As far as this queue has been told how late it is.
+            self.evicted_age_s.observe(max(0, self._now_s - item.written_s))
         self._order.remove(item)
         if item.own is not None:
             self._by_tenant[item.tenant].remove(item.own)
@@ -159,7 +168,8 @@ class EvictionQueue:
         else:
             own = self._by_tenant.get(tenant)
             entry = None if own is None else own.victim(self._may_own_go)
-        return None if entry is None else cast("Name", entry.name)
+        self._victim = None if entry is None else cast("Name", entry.name)
+        return self._victim
 
     def expired(self, now_s: int) -> list[Name]:
         """Payloads that are too old and not pinned."""

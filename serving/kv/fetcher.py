@@ -21,18 +21,23 @@ from dataclasses import asdict, dataclass, field
 import msgspec
 import zmq
 
-from serving.clock import Clock, ns_of_s
+from serving.clock import Clock, ns_of_s, s_of_ns
 from serving.kv import wire
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.host_tier import HostTier, Place, SharedArena
+from serving.kv.offload import Sightings
 from serving.kv.pinned_prefixes import PinnedPrefixes, Pinning
 from serving.kv.storage_reads import Fetch, StorageReads
 from serving.kv.store import BlockStore, Name, PayloadKind, SparesStore, StoreError
+from serving.kv.tier_metrics import EvictingStore, histogram_numbers
 from serving.kv.write_behind import WriteBehind, WriteBehindOptions
 
 _log = logging.getLogger(__name__)
 
 _READ_THREADS = 4
+_SIGHTINGS = 65536
+"""Requests that are known again when they are tried again."""
+
 _TICK_S = 0.1
 
 
@@ -62,8 +67,8 @@ class _Lease:
 class FetcherCounts:
     """What has happened since the start.
 
-    A request counts as a hit or a miss once, when it is answered. Payloads of hits are counted by
-    where they were.
+    A request counts as a hit or a miss once, when it is answered, however often it is tried; the
+    tries beyond the first are `num_retries`. Payloads of hits are counted by where they were.
     """
 
     num_hits: int = 0
@@ -75,6 +80,7 @@ class FetcherCounts:
     num_unwritten: int = 0
     num_refused_commits: int = 0
     num_corrupt: int = 0
+    num_retries: int = 0
 
 
 class Fetcher:
@@ -118,6 +124,7 @@ class Fetcher:
         self._leases: dict[int, _Lease] = {}
         self._writes: dict[int, _Lease] = {}
         self.counts = FetcherCounts()
+        self._sightings = Sightings(_SIGHTINGS)
         self._reads = StorageReads(
             self._host, store, self._in_background, clock, self._finish, self._options.reading_max
         )
@@ -195,6 +202,8 @@ class Fetcher:
             then(there)
             return
 
+        begun_ns = self._clock.now_ns()
+
         def look_up() -> set[Name]:
             try:
                 found = store.contains(asked)
@@ -203,7 +212,12 @@ class Fetcher:
                 return there
             return there.union(itertools.compress(asked, found))
 
-        self._in_background(look_up, then)
+        def found(there: set[Name]) -> None:
+            elapsed_s = s_of_ns(self._clock.now_ns() - begun_ns)
+            self._reads.storage.look_up_s.observe(elapsed_s)
+            then(there)
+
+        self._in_background(look_up, found)
 
     # --- match and fetch ---
 
@@ -213,6 +227,10 @@ class Fetcher:
         blocks = [Name(PayloadKind.BLOCK, key) for key in keys]
         states = [Name(PayloadKind.STATE, key) for key in keys]
 
+        sighting = (message.request, message.tenant)
+        is_counted = not message.request or self._sightings.see(sighting) == 1
+        self.counts.num_retries += not is_counted
+
         def match(there: set[Name]) -> None:
             count = first
             while count < len(blocks) and blocks[count] in there:
@@ -220,11 +238,13 @@ class Fetcher:
             while has_state and count > num_usable and states[count - 1] not in there:
                 count -= 1
             if count <= num_usable:
-                self.counts.num_misses += 1
+                self.counts.num_misses += is_counted
                 self._send(client, wire.Fetched(message.call))
                 return
             names = [*blocks[first:count], *(states[count - 1 : count] if has_state else ())]
-            self._reads.begin(Fetch(client, message.call, names, count, message.tenant))
+            fetch = Fetch(client, message.call, names, count, message.tenant)
+            fetch.is_counted = is_counted
+            self._reads.begin(fetch)
 
         wanted = states[num_usable:] if has_state else ()
         self._ask_store([*blocks[first:], *wanted], match)
@@ -235,14 +255,15 @@ class Fetcher:
             return
         pins = list(fetch.pins.items())
         if fetch.error is not None:
-            self.counts.num_faults += 1
+            self.counts.num_faults += fetch.is_counted
             for name, place in pins:
                 self._host.unpin(name, place)
             self._send(fetch.client, wire.Fetched(fetch.call, error=fetch.error))
             return
-        self.counts.num_hits += 1
-        self.counts.num_from_memory += len(fetch.names) - fetch.num_read
-        self.counts.num_from_storage += fetch.num_read
+        if fetch.is_counted:
+            self.counts.num_hits += 1
+            self.counts.num_from_memory += len(fetch.names) - fetch.num_read
+            self.counts.num_from_storage += fetch.num_read
         lease = next(self._numbers)
         self._leases[lease] = _Lease(pins, self._deadline())
         spans = [_span(fetch.pins[name]) for name in fetch.names]
@@ -343,7 +364,7 @@ class Fetcher:
     def _on_ask(self, client: bytes, message: wire.Ask) -> None:
         store = self._store
 
-        def answer(numbers: Mapping[str, int]) -> None:
+        def answer(numbers: Mapping[str, float | int]) -> None:
             self._send(client, wire.Answer(message.call, dict(numbers)))
 
         match message.what:
@@ -411,9 +432,11 @@ class Fetcher:
         else:
             self._prefixes.bring(keys, message.tenant or b"", message.what == "pin", answer)
 
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, float | int]:
         """What it holds now and has done since its start, under names."""
-        numbers = {f"fetch_{key}": value for key, value in asdict(self.counts).items()}
+        numbers: dict[str, float | int] = {
+            f"fetch_{key}": value for key, value in asdict(self.counts).items()
+        }
         numbers |= {
             "host_payloads": len(self._host.queue),
             "host_bytes": self._host.queue.num_bytes,
@@ -427,7 +450,14 @@ class Fetcher:
             "unwritten": self._behind.num_waiting,
             "unwritten_dropped": self._behind.num_dropped,
         }
+        numbers |= self._reads.host.numbers("host")
+        numbers |= histogram_numbers("host_evicted_age_seconds", self._host.queue.evicted_age_s)
         if self._store is not None:
+            numbers |= self._reads.storage.numbers("storage")
+            numbers |= histogram_numbers("storage_write_seconds", self._behind.write_s)
+            if isinstance(self._store, EvictingStore):
+                ages = self._store.evicted_age_s
+                numbers |= histogram_numbers("storage_evicted_age_seconds", ages)
             counts = asdict(self._store.counts())
             numbers |= {f"storage_{key.removeprefix('num_')}": v for key, v in counts.items()}
         return {key.replace("num_", ""): value for key, value in numbers.items()}

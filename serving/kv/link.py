@@ -103,8 +103,8 @@ class CacheLink:
             case FetchPrefix():
                 keys = wire.join_keys(call.keys)
                 tenant = tenant_id(call.salt)
-                numbers = (call.first, call.num_usable)
-                message = wire.Fetch(number, keys, *numbers, tenant, call.has_state)
+                message = wire.Fetch(number, keys, call.first, call.num_usable, tenant)
+                message.has_state, message.request = call.has_state, call.request_id
             case OfferPrefix():
                 message = wire.Offer(number, wire.join_keys(call.keys))
             case StorePrefix():

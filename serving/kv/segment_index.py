@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 from serving.kv.eviction import EvictionQueue
 from serving.kv.store import Buffer, Name, read_header
+from serving.observe import Histogram
 
 _LIVE_MIN = 0.5
 """Share of a segment that must be left for it to stay, when room is needed."""
@@ -86,6 +87,11 @@ class SegmentIndex:
 
     def __contains__(self, name: object) -> bool:
         return name in self._queue
+
+    @property
+    def evicted_age_s(self) -> Histogram:
+        """How old was what made room for others."""
+        return self._queue.evicted_age_s
 
     @property
     def segments(self) -> set[str]:

@@ -25,6 +25,7 @@ from serving.kv.store import (
     StoreError,
     check,
 )
+from serving.observe import Histogram
 
 _TRAILER = struct.Struct("<Q16s8s")
 _TRAILER_MAGIC = b"DJSEGMT2"
@@ -252,6 +253,11 @@ class SegmentTier:
                 num_evicted=self._index.num_evicted,
                 num_failed=self._num_failed,
             )
+
+    @property
+    def evicted_age_s(self) -> Histogram:
+        """How old was what made room for others."""
+        return self._index.evicted_age_s
 
     def sizes(self) -> Mapping[bytes, int]:
         """Bytes held for each tenant."""

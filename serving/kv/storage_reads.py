@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from serving.clock import Clock
+from serving.clock import Clock, s_of_ns
 from serving.kv.host_tier import HostTier, Place
 from serving.kv.store import BlockStore, Buffer, Name, StoreError, read_header
+from serving.kv.tier_metrics import TierMetrics
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,7 @@ class Fetch:
         num_read: payloads that were not in memory.
         error: why some could not be had; None if all are pinned.
         missing: payloads that are not pinned yet.
+        is_counted: whether it counts as a hit or a miss; one that is tried again does not.
         on_ready: called when all are pinned, or some cannot be had, in place of an answer.
     """
 
@@ -39,6 +41,7 @@ class Fetch:
     num_read: int = 0
     error: str | None = None
     missing: set[Name] = field(default_factory=set[Name])
+    is_counted: bool = True
     on_ready: "Callable[[Fetch], None] | None" = None
 
 
@@ -77,6 +80,8 @@ class StorageReads:
         self._queued: deque[Fetch] = deque()
         self._active: dict[bytes, int] = {}
         self.num_coalesced = 0
+        self.host = TierMetrics()
+        self.storage = TierMetrics()
 
     def is_reading(self, name: Name) -> bool:
         """Whether a payload is on its way into memory."""
@@ -93,6 +98,10 @@ class StorageReads:
             else:
                 fetch.missing.add(name)
         fetch.num_read = len(fetch.missing)
+        if fetch.is_counted:
+            self.host.num_hits += len(fetch.pins)
+            self.host.num_misses += fetch.num_read
+        self.host.bytes_hit += sum(place.size for place in fetch.pins.values())
         if not fetch.missing:
             self._finish(fetch)
         elif self._may_read(fetch.tenant):
@@ -122,6 +131,8 @@ class StorageReads:
             self._on_read(dict.fromkeys(names), fetch.tenant)
             return
 
+        begun_ns = self._clock.now_ns()
+
         def read() -> dict[Name, Buffer | None]:
             try:
                 return dict(zip(names, store.read(names), strict=True))
@@ -129,7 +140,15 @@ class StorageReads:
                 # Counted by the store; for the request it is a miss.
                 return dict.fromkeys(names)
 
-        self._background(read, lambda found: self._on_read(found, fetch.tenant))
+        def then(found: dict[Name, Buffer | None]) -> None:
+            self.storage.read_s.observe(s_of_ns(self._clock.now_ns() - begun_ns))
+            there = [data for data in found.values() if data is not None]
+            self.storage.num_hits += len(there)
+            self.storage.num_misses += len(found) - len(there)
+            self.storage.bytes_hit += sum(map(len, there))
+            self._on_read(found, fetch.tenant)
+
+        self._background(read, then)
 
     def _on_read(self, found: Mapping[Name, Buffer | None], tenant: bytes) -> None:
         """Copy what was read into memory, and let those who wait go on."""

@@ -24,7 +24,8 @@ Span = tuple[int, int, int]
 class Fetch(msgspec.Struct, tag=True):
     """Worker to cache: pin the longest stored prefix. `keys` are 16 bytes each, in order.
 
-    With `has_state` it ends where a state is stored, which is pinned too.
+    With `has_state` it ends where a state is stored, which is pinned too. `request` names what it
+    is for, so that a request that is tried again is counted once.
     """
 
     call: int
@@ -33,6 +34,7 @@ class Fetch(msgspec.Struct, tag=True):
     num_usable: int
     tenant: bytes
     has_state: bool = True
+    request: str = ""
 
 
 class Fetched(msgspec.Struct, tag=True):

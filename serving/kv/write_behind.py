@@ -10,10 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from serving.clock import Clock, ns_of_s
+from serving.clock import Clock, ns_of_s, s_of_ns
 from serving.kv.host_tier import HostTier, Place
 from serving.kv.store import BlockStore, Buffer, CorruptPayloadError, Name, StoreError, check
 from serving.kv.wire import Loop
+from serving.observe import Histogram
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class WriteBehind:
     Attributes:
         num_waiting: payloads that are not in storage yet.
         num_dropped: payloads that storage did not take.
+        write_s: how long writes took.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class WriteBehind:
         self._num_writing = 0
         self._then: list[Callable[[], None]] = []
         self.num_dropped = 0
+        self.write_s = Histogram()
 
     @property
     def num_waiting(self) -> int:
@@ -106,9 +109,12 @@ class WriteBehind:
         pins, self._waiting = self._waiting, []
         self._num_writing = len(pins)
 
+        begun_ns = self._clock.now_ns()
+
         def job() -> None:
             is_written = self._write(pins)
             self._loop.post(lambda: self._on_written(pins, is_written))
+            self.write_s.observe(s_of_ns(self._clock.now_ns() - begun_ns))
 
         self._thread.submit(job)
 

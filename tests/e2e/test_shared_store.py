@@ -68,7 +68,7 @@ def test_any_worker_hits_what_another_has_computed(
 
             # Nobody has asked this yet.
             text = tmp_path / "system.txt"
-            text.write_text("You answer questions about the tides. " * 40)
+            text.write_text("You answer questions about the tides. " * 15)
             command = ["--server", two.url, "--prompt-file", str(text)]
             assert main(["cache", "pin", *command]) == 0
             pinned = json.loads(capsys.readouterr().out)

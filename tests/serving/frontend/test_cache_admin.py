@@ -36,7 +36,9 @@ class Tiers:
         self.computed: list[Any] = []
         self.error = ""
 
-    async def ask(self, what: str, tenant: bytes | None, keys: bytes) -> Mapping[str, float | int]:
+    async def ask(
+        self, what: str, tenant: bytes | None, keys: bytes, timeout_s: float
+    ) -> Mapping[str, float | int]:
         self.asked.append((what, tenant, keys))
         if self.error:
             raise CacheRefusal(self.error)
@@ -105,6 +107,7 @@ def test_other_actions_are_handed_on() -> None:
         ("purge", tenant_id(f"32:{SALT}"), b""),
     ]
     assert asyncio.run(admin_of(tiers).stats()) == {"asked": 1}
+    assert asyncio.run(admin_of(tiers).metrics()) == {"asked": 1}
 
 
 @pytest.mark.parametrize(
@@ -136,3 +139,4 @@ def test_tiers_that_do_not_answer_or_are_not_there() -> None:
     with pytest.raises(ApiError, match="kv.storage is 'off'") as caught:
         asyncio.run(CacheAdmin(None, gateway, MODEL).stats())
     assert caught.value.status == 404
+    assert asyncio.run(CacheAdmin(None, gateway, MODEL).metrics()) == {}

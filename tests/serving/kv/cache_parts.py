@@ -1,5 +1,6 @@
 """A storage tier in memory, and a cache with its line, for tests of what is above them."""
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from serving.kv.write_behind import WriteBehindOptions
 from serving.transport.driver import SystemClock
 
 FORM = PayloadForm(layout_id(b"test"), (24, 40), 100)
+_numbers = itertools.count()
 AT_ONCE = FetcherOptions(behind=WriteBehindOptions(segment_bytes=1))
 
 
@@ -134,7 +136,9 @@ class Cache:
         salt: str = "",
         has_state: bool = True,
     ) -> PrefixFetched:
-        reply = self.ask(FetchPrefix("r", tuple(keys), first, num_usable, salt, has_state))
+        reply = self.ask(
+            FetchPrefix(str(next(_numbers)), tuple(keys), first, num_usable, salt, has_state)
+        )
         assert isinstance(reply, PrefixFetched)
         return reply
 
