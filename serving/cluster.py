@@ -297,6 +297,7 @@ def build_router(
             answer_ns=2 * ns_of_s(options.answer_s),
             stranded_ns=ns_of_s(options.stranded_s),
             waiting_max=config.engine.waiting_max,
+            local_prefill_ms=options.local_prefill_ms,
         ),
         random_source,
     )

@@ -298,6 +298,8 @@ class ClusterOptions:
     `answer_s`: how long a worker may take to keep room, or to send a part of a context.
     `lease_s`: how long a computed context waits to be pulled.
     `stranded_s`: how long requests wait while there is no worker of a role.
+    `local_prefill_ms`: a prompt is computed where it decodes, and its context not moved, if that is
+    predicted to take no longer, from steps measured at the first start; 0 moves all.
     """
 
     nodes: Mapping[str, NodeOptions] = field(default_factory=dict[str, NodeOptions])
@@ -309,11 +311,15 @@ class ClusterOptions:
     answer_s: float = 5.0
     lease_s: float = 10.0
     stranded_s: float = 5.0
+    local_prefill_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "lost_s", "answer_s", "lease_s", "stranded_s"):
             seconds = getattr(self, name)
             check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
+        local_ms = self.local_prefill_ms
+        is_time = 0 <= local_ms <= 1e3 * SECONDS_MAX
+        check(is_time, "local_prefill_ms", local_ms, f"0 to {1e3 * SECONDS_MAX:g}")
         longer = 2 * self.heartbeat_s
         check(self.lost_s >= longer, "lost_s", self.lost_s, f"at least {longer:g}: two heartbeats")
         if not self.nodes:

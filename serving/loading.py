@@ -105,7 +105,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
         step_ms=_decode_costs(executor, capacity, report) if executor.num_drafts else {},
         prefill_cost=(
             _prefill_cost(executor, capacity, report)
-            if config.engine.prefill_time_budget_ms
+            if config.engine.prefill_time_budget_ms or config.cluster.local_prefill_ms
             else None
         ),
         num_replayed=0 if capacity.replay is None else executor.model.num_replayed,

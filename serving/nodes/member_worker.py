@@ -125,6 +125,10 @@ class MemberWorker(MeshWorker):
             case messages.Prefill(request, taker):
                 if request.request_id not in self._owners:
                     self._on_submit(source, self._prefill.begin(request, taker))
+            case messages.Submit(request):
+                # What was kept for it is now what it takes.
+                self._decode.forget(request.request_id)
+                super().on_message(source, message)
             case messages.Reserve():
                 self._decode.on_reserve(source, message)
             case messages.TakeOver(request):
@@ -175,10 +179,18 @@ class MemberWorker(MeshWorker):
         self._advance()
 
     @override
-    def _on_grammar(self, request_id: str, grammar: object, error: str | None) -> None:
+    def _on_grammar(self, key: str, grammar: object, error: str | None) -> None:
         if error is not None:
-            self._forget(request_id)
-        super()._on_grammar(request_id, grammar, error)
+            for request_id in self._compiling[self._compilations[key]]:
+                self._forget(request_id)
+        super()._on_grammar(key, grammar, error)
+
+    @override
+    def _admit(self, request: Request, grammar: Grammar | None) -> messages.Refused | None:
+        refused = super()._admit(request, grammar)
+        if refused is not None:
+            self._forget(request.request_id)
+        return refused
 
     @override
     def _on_abort(self, request_id: str) -> None:
@@ -247,5 +259,6 @@ class MemberWorker(MeshWorker):
     def _reset(self) -> None:
         """Drops everything; what steps in flight still compute is for nobody."""
         self._drop_contexts()
-        for request_id in [*self._owners, *self._compiling, *self._fetching]:
+        compiling = [name for waiting in self._compiling.values() for name in waiting]
+        for request_id in [*self._owners, *compiling, *self._fetching]:
             super()._on_abort(request_id)

@@ -28,7 +28,8 @@ class Placement:
     """The workers of one attempt at a request, and what is counted for it there.
 
     `work` is counted until the prompt is computed, `room` to the end. A worker that the attempt
-    does not need any more is None.
+    does not need, or not any more, is None: `prefill` is from the start where the prompt is to be
+    computed by the decode worker itself.
     """
 
     prefill: Member | None
@@ -43,10 +44,17 @@ class Placement:
 
 
 class WorkerPools:
-    """Both pools. A policy is made when the first worker of its role comes."""
+    """Both pools. A policy is made when the first worker of its role comes.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        local_prefill_ms: prompts whose prefill is predicted to take no longer are computed where
+            they decode, since to move them would cost more; 0 for none.
+    """
+
+    def __init__(self, registry: Registry, local_prefill_ms: float = 0.0) -> None:
         self._registry = registry
+        self._local_prefill_ms = local_prefill_ms
+        self._cost = _BY_TOKENS
         self._prefill: PrefillBalancer | None = None
         self._decode: DecodeBalancer | None = None
         self._is_usable: dict[NodeId, bool] = {}
@@ -78,13 +86,16 @@ class WorkerPools:
             room = self._decode.choose(num_tokens)
         except NoWorkerError:
             return None
+        decode = self._member_at(DECODE, room.worker)
+        if self._cost.chunk_ms(num_tokens, 0) <= self._local_prefill_ms:
+            return Placement(None, None, decode, room)
         try:
             work = self._prefill.choose(Prompt(num_tokens))
         except NoWorkerError:
             self._decode.finished(room)
             return None
         prefill = self._member_at(PREFILL, work.worker)
-        return Placement(prefill, work, self._member_at(DECODE, room.worker), room)
+        return Placement(prefill, work, decode, room)
 
     def finish_work(self, placement: Placement) -> None:
         """The prompt is computed, or given up."""
@@ -114,7 +125,8 @@ class WorkerPools:
     def _make_policy(self, member: Member) -> None:
         card, role = member.card, member.node_id.role
         if role == PREFILL and self._prefill is None:
-            policy = self._prefill = PrefillBalancer(PLACES_MAX, card.prefill_cost or _BY_TOKENS)
+            self._cost = card.prefill_cost or _BY_TOKENS
+            policy = self._prefill = PrefillBalancer(PLACES_MAX, self._cost)
         elif role == DECODE and self._decode is None:
             limits = card.limits
             num_tokens = (limits.num_blocks - 1) * limits.block_size

@@ -5,6 +5,8 @@
            -> Prefill -> Tokens (one), Held                   at a prefill worker
            -> TakeOver -> HandedOver, Tokens, Tokens, ...     at the decode worker
 
+A prompt that is not worth moving is submitted to the decode worker as a whole.
+
 Tokens pass through here, so the router always has all that a client has been sent. When a worker
 is lost, or fails a request, the request starts again at other workers behind those tokens; they are
 not said again, and the client notices nothing but a pause. KV bytes never pass.
@@ -54,6 +56,7 @@ class RouterOptions:
         stranded_ns: how long a request waits while a role has no worker at all.
         waiting_max: requests that may wait for room.
         attempts_max: how often a request is started before it is given up.
+        local_prefill_ms: prompts predicted to take no longer are computed where they decode.
     """
 
     code_version: str
@@ -63,6 +66,7 @@ class RouterOptions:
     stranded_ns: int
     waiting_max: int
     attempts_max: int = 4
+    local_prefill_ms: float = 0.0
 
 
 class Phase(enum.Enum):
@@ -127,7 +131,7 @@ class Router:
         self._clock = clock
         self._options = options
         self._random = random_source
-        self.pools = WorkerPools(self.registry)
+        self.pools = WorkerPools(self.registry, options.local_prefill_ms)
         self._calls: dict[str, _Call] = {}
         self._attempts: dict[str, _Call] = {}
         self._waiting: deque[_Call] = deque()
@@ -298,10 +302,7 @@ class Router:
             return
         match message:
             case messages.Reserved() if call.phase is Phase.RESERVING:
-                prefill, decode = _pair(call)
-                self._enter(call, Phase.PREFILLING)
-                message = messages.Prefill(call.current(), decode.node_id)
-                self.outbox.send(prefill.node_id, message)
+                self._on_reserved(call)
             case messages.Held(_, ref) if call.phase is Phase.PREFILLING:
                 self._on_held(call, ref)
             case messages.HandedOver() if call.phase is Phase.PULLING:
@@ -316,6 +317,18 @@ class Router:
                 self._on_refused(call, source, reason, detail, param)
             case _:
                 pass
+
+    def _on_reserved(self, call: _Call) -> None:
+        placement = call.placement
+        assert placement is not None and placement.decode is not None
+        decode = placement.decode.node_id
+        if placement.prefill is None:
+            self._enter(call, Phase.DECODING)
+            self.outbox.send(decode, messages.Submit(call.current()))
+            return
+        self._enter(call, Phase.PREFILLING)
+        prefill = messages.Prefill(call.current(), decode)
+        self.outbox.send(placement.prefill.node_id, prefill)
 
     def _on_held(self, call: _Call, ref: HandOffRef) -> None:
         prefill, decode = _pair(call)
@@ -471,7 +484,7 @@ class Router:
         match lost:
             case messages.Reserve(attempt_id):
                 pass
-            case messages.Prefill(request) | messages.TakeOver(request):
+            case messages.Prefill(request) | messages.TakeOver(request) | messages.Submit(request):
                 attempt_id = request.request_id
             case _:
                 return

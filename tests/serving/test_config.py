@@ -122,6 +122,7 @@ def test_clusters_know_where_their_nodes_listen(tmp_path: Path) -> None:
         ("nodes.d]", "nodes.router]", "nodes.router: received a worker; expected another name"),
         ('directory = "run"', "lost_s = 0.7", "lost_s: received 0.7; expected at least 1"),
         ('directory = "run"', "answer_s = 0", "answer_s: received 0"),
+        ('directory = "run"', "local_prefill_ms = -1", "local_prefill_ms: received -1"),
         (
             'role = "decode"',
             'role = "decode"\naddress = "tcp://h:1"\n[cluster.nodes.e]\nrole = "decode"\n'

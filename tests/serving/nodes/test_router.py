@@ -271,3 +271,32 @@ def test_seeds_are_drawn_once_for_all_attempts() -> None:
     fleet.run(10, until=lambda: is_over(fleet, "a"))
     prefills = [m for _, _, m in fleet.sent if isinstance(m, messages.Prefill)]
     assert [p.request.sampling.seed for p in prefills] == [seed, seed]
+
+
+def test_prompts_that_are_not_worth_moving_are_computed_where_they_decode() -> None:
+    fleet = Fleet(options=replace(OPTIONS, local_prefill_ms=20.0))
+    # As long as nobody has measured it, a token counts as a millisecond.
+    requests = [fleet.submit(f"r{length}", length, salt=length) for length in (5, 20, 21, 40)]
+    fleet.run(10, until=lambda: is_over(fleet, *[r.request_id for r in requests]))
+    for request in requests:
+        expected = expected_tokens(request, 3, CONTEXT_MAX)
+        assert fleet.tokens[request.request_id] == expected
+    moved = {m.request.request_id for _, _, m in fleet.sent if isinstance(m, messages.Prefill)}
+    assert moved == {"r21#0", "r40#0"}
+    fleet.run(1)
+    fleet.check_at_rest()
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_one_that_is_lost_there_goes_on_elsewhere(how: str) -> None:
+    fleet = Fleet(1, 2, replace(OPTIONS, local_prefill_ms=60.0))
+    request = fleet.submit("a", 10, max_tokens=40)
+    fleet.run(5, until=lambda: len(fleet.tokens.get("a", [])) == 5)
+    (at,) = [node for node in fleet.decode if fleet.worker(node).status().engine.num_running]
+    fleet.kill(at) if how == "kill" else fleet.stop(at)
+    fleet.run(10, until=lambda: is_over(fleet, "a"))
+    if how == "stop":
+        fleet.go_on(at)
+    fleet.run(3)
+    assert fleet.tokens["a"] == expected_tokens(request, 3, CONTEXT_MAX)
+    fleet.check_at_rest()
