@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.targets import H200, Architecture, current_target
@@ -68,7 +69,9 @@ def run(
         _announce(op, f"the reference runs, since {reason}")
         return reference(*args, **sizes)
     try:
-        result = kernel(*args, target=target, interpret=None, **sizes)
+        # The name stands beside the kernel in compiled programs and in traces.
+        with jax.named_scope(op):
+            result = kernel(*args, target=target, interpret=None, **sizes)
     except NotImplementedError as reason:
         if implementation == "mosaic":
             raise
