@@ -140,12 +140,19 @@ class StripeCodec:
         self, stripe: str, rows: Sequence[Row], payloads: Sequence[Buffer]
     ) -> list[tuple[FragmentHead, list[bytes]]]:
         """The fragments of a stripe, each a head and its pieces."""
-        # [payload][fragment] turned into [fragment][payload].
-        by_fragment = [list(pieces) for pieces in zip(*map(self.encode, payloads), strict=True)]
-        sizes = tuple(map(len, by_fragment[0]))
-        blank = FragmentHead(stripe, 0, self.coding, tuple(rows), sizes, ())
+        by_payload: list[list[bytes]] = []
+        checksums: list[list[bytes]] = []
+        for payload in payloads:
+            pieces = self.encode(payload)
+            by_payload.append(pieces)
+            # Now, while they are in the processor's cache.
+            checksums.append(list(map(xxhash.xxh3_128_digest, pieces)))
+        sizes = tuple(len(pieces[0]) for pieces in by_payload)
         return [
-            (blank.of_fragment(number, pieces), pieces) for number, pieces in enumerate(by_fragment)
+            (FragmentHead(stripe, number, self.coding, tuple(rows), sizes, sums), list(pieces))
+            for number, (pieces, sums) in enumerate(
+                zip(zip(*by_payload, strict=True), zip(*checksums, strict=True), strict=True)
+            )
         ]
 
     def decode(self, pieces: Mapping[int, bytes]) -> bytes:

@@ -10,7 +10,7 @@ import logging
 import random
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +75,18 @@ class ObjectSegments:
         data = b"".join(parts)
         _result(lambda: self._store.write(segment, data), self._times.write_s)
 
-    def read(self, segment: str, ranges: Sequence[Range]) -> list[Buffer]:
-        """Bytes of a segment.
+    def read(self, segment: str, ranges: Sequence[Range]) -> Iterator[Buffer]:
+        """Bytes of a segment; all ranges are asked for at once.
 
         Raises:
             FileNotFoundError: it is not there any more.
         """
         begun = [self._store.read(segment, byte_range=slice(*one)) for one in ranges]
-        answers = [_result(lambda future=future: future, self._times.read_s) for future in begun]
-        if any(answer.state == "missing" for answer in answers):
-            raise FileNotFoundError(segment)
-        return [answer.value for answer in answers]
+        for future in begun:
+            answer = _result(lambda future=future: future, self._times.read_s)
+            if answer.state == "missing":
+                raise FileNotFoundError(segment)
+            yield answer.value
 
     def remove(self, segment: str) -> None:
         """Remove a segment; one that is not there is passed over."""

@@ -32,6 +32,9 @@ _TRAILER_MAGIC = b"DJSEGMT2"
 _GAP_MAX = 64 * 1024
 """Payloads so near to each other are read with one call."""
 
+_RUN_BYTES_MAX = 1 << 20
+"""Read with one call; so much is still in the processor's cache when it is checked."""
+
 _TAIL_BYTES = 64 * 1024
 """Read at once to find an index; enough for some hundreds of payloads."""
 
@@ -54,8 +57,8 @@ class SegmentStorage(Protocol):
         """Keep a segment for good, or raise and keep nothing of it."""
         ...
 
-    def read(self, segment: str, ranges: Sequence[Range]) -> list[Buffer]:
-        """Bytes of a segment; fewer where it has been cut.
+    def read(self, segment: str, ranges: Sequence[Range]) -> Iterable[Buffer]:
+        """Bytes of a segment, range by range as they come; fewer where it has been cut.
 
         Raises:
             FileNotFoundError: it is not there any more.
@@ -352,7 +355,8 @@ def _runs(places: list[tuple[Location, Name]]) -> Iterable[list[tuple[Location, 
     run: list[tuple[Location, Name]] = []
     end = 0
     for place in places:
-        if run and place[0].offset - end > _GAP_MAX:
+        is_far = run and place[0].offset - end > _GAP_MAX
+        if is_far or (run and end - run[0][0].offset >= _RUN_BYTES_MAX):
             yield run
             run = []
         run.append(place)

@@ -44,6 +44,9 @@ class PayloadKind(enum.IntEnum):
     STATE = 2
 
 
+_KINDS = frozenset(map(int, PayloadKind))
+
+
 class Name(NamedTuple):
     """What a payload is stored under."""
 
@@ -64,9 +67,8 @@ class PayloadForm:
     state_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a payload says of itself."""
+class Header(NamedTuple):
+    """What a payload says of itself. A tuple, because one is made whenever a payload is read."""
 
     name: Name
     layout: bytes
@@ -133,7 +135,7 @@ def read_header(data: Buffer) -> Header:
     if len(view) < HEADER_SIZE:
         raise CorruptPayloadError(f"{len(view)} bytes; expected at least {HEADER_SIZE}")
     magic, version, kind, zero, written_s, size, key, layout, tenant = _HEAD.unpack_from(view)
-    if magic != MAGIC or version != VERSION or zero or kind not in set(PayloadKind):
+    if magic != MAGIC or version != VERSION or zero or kind not in _KINDS:
         raise CorruptPayloadError(
             f"begins with {bytes(view[:8]).hex()}; expected a payload of version {VERSION}"
         )
