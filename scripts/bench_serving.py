@@ -268,7 +268,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures there, and a table beside it"
+    )
     parser.add_argument("--only", nargs="+", choices=FIGURES, help="measure these alone")
     parser.add_argument("--rounds", type=int, default=3, help="turns with the small model")
     options = parser.parse_args()
@@ -281,6 +283,9 @@ def main() -> None:
     figures["cores"] = os.cpu_count()
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        lines = ["# What the service costs", "", "| figure | value |", "| --- | ---: |"]
+        lines += [f"| `{key}` | {value:,.3f} |" for key, value in figures.items()]
+        options.json.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 aiperf wants other versions of some packages than this project, so it has an environment of its own:
 
     python -m venv /tmp/aiperf && /tmp/aiperf/bin/pip install aiperf
-    python -m serving --set engine.max_context=2048 &
+    python -m serving &
     python scripts/replay_mooncake.py --aiperf /tmp/aiperf/bin/aiperf \\
         --trace conversation_trace.jsonl --url http://127.0.0.1:8000 --model small-v41 \\
         --tokenizer deepinfer_jax/checkpoints/small-v41 [--requests 100] [--json FILE]
@@ -16,12 +16,15 @@ who shares which part of a prompt with whom stays as it was. Times are stretched
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+_TOKENIZER_NAME = "local/served"
 
 BLOCK_TOKENS = 512
 """What each of a row's `hash_ids` stands for in the trace."""
@@ -80,14 +83,20 @@ def table_of(figures: dict[str, float], what: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tokenizer_alone(model: Path, directory: Path) -> Path:
-    """A folder with the tokenizer and nothing of the model, whose kind aiperf does not know."""
-    folder = directory / "tokenizer"
-    folder.mkdir()
-    shutil.copy(model / "tokenizer.json", folder)
+def _tokenizer_cache(model: Path, directory: Path) -> Path:
+    """A cache as a hub's client keeps it, with the tokenizer and nothing of the model: aiperf takes
+    tokenizers by name from there, and does not know this kind of model.
+    """
+    cache, commit = directory / "hub", "0" * 40
+    repository = cache / "hub" / f"models--{_TOKENIZER_NAME.replace('/', '--')}"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copy(model / "tokenizer.json", snapshot)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    (snapshot / "tokenizer_config.json").write_text(json.dumps(settings))
+    return cache
 
 
 def replay(options: argparse.Namespace, directory: Path) -> dict[str, float]:
@@ -100,7 +109,7 @@ def replay(options: argparse.Namespace, directory: Path) -> dict[str, float]:
         "--model": options.model,
         "--url": options.url,
         "--endpoint-type": "chat",
-        "--tokenizer": str(_tokenizer_alone(options.tokenizer, directory)),
+        "--tokenizer": _TOKENIZER_NAME,
         "--input-file": str(trace),
         "--custom-dataset-type": "mooncake_trace",
         "--prompt-input-tokens-block-size": str(BLOCK_TOKENS // options.shrink),
@@ -115,7 +124,9 @@ def replay(options: argparse.Namespace, directory: Path) -> dict[str, float]:
     command = [str(options.aiperf), "profile", "--streaming", "--fixed-schedule"]
     command += ["--use-server-token-count", "--no-gpu-telemetry", "--no-server-metrics"]
     command += [part for pair in flags.items() for part in pair]
-    if subprocess.run(command, check=False).returncode:
+    cache = _tokenizer_cache(options.tokenizer, directory)
+    environment = os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    if subprocess.run(command, check=False, env=environment).returncode:
         raise SystemExit("aiperf failed; what it said stands above")
     (export,) = (directory / "out").rglob("profile_export_aiperf.json")
     return figures_of(json.loads(export.read_text()))
@@ -132,8 +143,8 @@ def main() -> None:
     parser.add_argument("--model", default="small-v41", help="name of the served model")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer")
     parser.add_argument("--requests", type=int, default=100, help="rows of the trace")
-    parser.add_argument("--shrink", type=int, default=16, help="lengths are divided by it")
-    parser.add_argument("--slower", type=float, default=2.0, help="times are multiplied by it")
+    parser.add_argument("--shrink", type=int, default=32, help="lengths are divided by it")
+    parser.add_argument("--slower", type=float, default=4.0, help="times are multiplied by it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

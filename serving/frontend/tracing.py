@@ -6,6 +6,7 @@ them part of the caller's trace. They are exported by OTLP over HTTP on a thread
 hold counts and names, never texts.
 """
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _TRACES_PATH = "/v1/traces"
+
+_FLUSH_S = 3.0
+"""How long the last spans may take to leave when the server ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +75,21 @@ class Tracer:
             sampler=ParentBased(TraceIdRatioBased(options.sample_ratio)),
             shutdown_on_exit=False,
         )
-        self._provider.add_span_processor(
-            BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint))
-        )
+        self._exporter = exporter or OTLPSpanExporter(endpoint=endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("serving")
 
     def __enter__(self) -> "Tracer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._provider.shutdown()
+        # A receiver that does not answer must not keep the server from ending.
+        giving_up = threading.Timer(_FLUSH_S, self._exporter.shutdown)
+        giving_up.start()
+        try:
+            self._provider.shutdown()
+        finally:
+            giving_up.cancel()
 
     def add_call(
         self, name: str, traceparent: str, times: CallTimes, attributes: Mapping[str, Any]

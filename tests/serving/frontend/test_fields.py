@@ -4,6 +4,8 @@ unless their value has no effect.
 Method: good and bad values of each reader side by side.
 """
 
+from pathlib import Path
+
 import pytest
 
 from serving.core.request import ConstraintKind, OutputConstraint, SamplingParams
@@ -218,3 +220,20 @@ def test_bad_guides(body: dict[str, object], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         fields.guided_constraint(body, after_thinking=False)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "names"),
+    [
+        ("chats, completions", fields.CHAT_NEUTRAL),
+        ("Responses", fields.RESPONSES_NEUTRAL),
+        ("Messages", fields.MESSAGES_NEUTRAL),
+    ],
+)
+def test_the_readme_names_every_field_that_is_refused(
+    dialect: str, names: dict[str, object]
+) -> None:
+    readme = (Path(fields.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (row,) = (line for line in readme.splitlines() if line.startswith(f"  | {dialect} |"))
+    refused = row.split("|")[2]
+    assert all(f"`{name}`" in refused for name in names), set(names)

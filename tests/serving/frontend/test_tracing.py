@@ -16,7 +16,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from serving.config import TracingOptions
-from serving.frontend.tracing import Tracer
+from serving.frontend import tracing
+from serving.frontend.tracing import CallTimes, Tracer
 from sharding.config_file import ConfigError
 from tests.serving.frontend.alphabet import completion, letter_at
 from tests.serving.running_service import RunningService
@@ -128,6 +129,20 @@ def test_a_fault_marks_the_span(receiver: Receiver, tmp_path: Path) -> None:
     assert span.status.code == 2
     names = [other.name for other in receiver.spans if other is not span]
     assert names == ["queue", "prefill"], "it came to no token"
+
+
+def test_a_receiver_that_is_not_there_does_not_hold_the_end_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "_FLUSH_S", 0.2)
+    given_up: list[bool] = []
+    with Tracer(TracingOptions("http://127.0.0.1:1"), 0) as tracer:
+        tracer.add_call("x", "", CallTimes(1, 1, 1, 1), {})
+        shutdown = tracer._exporter.shutdown
+        monkeypatch.setattr(
+            tracer._exporter, "shutdown", lambda: (given_up.append(True), shutdown())
+        )
+    assert given_up, "it would have tried again and again"
 
 
 def test_without_the_packages_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
