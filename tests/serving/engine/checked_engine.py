@@ -8,6 +8,7 @@ import numpy as np
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.replay import ReplayRule
 from serving.core.request import FinishReason, Request, RequestImage, SamplingParams, TokenDelta
+from serving.core.sequence import Sequence, SequenceStatus
 from serving.core.step_plan import StepPlan
 from serving.engine.engine import Engine, EngineLimits
 from tests.serving.engine.simulated_device import (
@@ -140,6 +141,7 @@ class CheckedEngine:
             assert table.num_computed[row] <= table.num_tokens[row] <= table.length_limits[row]
             assert table.num_scheduled[row] < table.length_limits[row]
             assert table.num_scheduled[row] <= table.num_blocks[row] * table.block_size
+            self._check_row(row, sequence)
         status = self.engine.status()
         assert status.num_running == len(running)
         assert status.num_waiting + len(running) == len(self._requests) - len(self.reasons)
@@ -147,6 +149,20 @@ class CheckedEngine:
             used = plan.block_tables[plan.block_tables > 0]
             assert holders[used].all(), f"step {plan.step_index} in flight uses a free block"
             assert not set(plan.slots.tolist()) & set(table.slots._free)
+
+    def _check_row(self, row: int, sequence: Sequence) -> None:
+        """The counts of a row are those of the steps in flight, and it holds no block too many."""
+        table, limits = self.engine._table, self.engine.limits
+        plans = [plan for plan in self.device.in_flight if row in plan.slots]
+        num_in_flight = sum(sequence.sequence_id in plan.sequence_ids for plan in plans)
+        assert table.num_in_flight[row] == num_in_flight <= limits.in_flight_max
+        if sequence.status is not SequenceStatus.DECODING:
+            return  # A chunk that was cut before an image may have blocks for what comes next.
+        if not num_in_flight:
+            assert table.num_scheduled[row] == table.num_computed[row] == table.num_tokens[row] - 1
+        # Drafts of each step in flight, and of the one to come, may all be kept.
+        reach = table.num_scheduled[row] + 1 + (limits.in_flight_max + 1) * limits.num_drafts
+        assert table.num_blocks[row] <= -(-reach // table.block_size)
 
     def _check_prefixes(self) -> None:
         """Shared blocks are those of equal prefixes; each snapshot slot has one use."""

@@ -256,6 +256,24 @@ def test_verified_drafts_give_the_greedy_tokens(
     assert outputs[1] == outputs[0]
 
 
+def test_without_tiles_the_last_bits_depend_on_company(executor: JaxExecutor) -> None:
+    """What `engine.batch_invariant` is there for: its tests would see a difference."""
+    prompt = (5, 6, 7, 8, 9, 10, 11)
+    wanted = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=20)
+    found = []
+    for num_others in (0, 3):
+        engine = _engine(executor, num_snapshots=0)
+        engine.admit(Request("a", prompt, wanted))
+        for number in range(num_others):
+            others = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+            engine.admit(Request(str(number), (20 + number, *prompt), others))
+        deltas = _deltas(engine, executor)["a"]
+        found.append([entry for delta in deltas for entry in delta.logprobs])
+    assert found[0] != found[1]
+    values = [[entry.logprob for entry in entries] for entries in found]
+    assert values[0] == pytest.approx(values[1], abs=5e-3)
+
+
 def _deltas(
     engine: Engine, executor: JaxExecutor, num_verified: Counter[int] | None = None
 ) -> dict[str, list[TokenDelta]]:
