@@ -183,7 +183,7 @@ def test_drafts_change_no_token_of_greedy_and_sampled_requests(
 def test_drafts_change_no_token_of_constrained_requests(
     invariant_model: LoadedModel, drafting_model: LoadedModel
 ) -> None:
-    """Drawn with a seed too: coupled drafts are accepted if they are what is drawn under the mask."""
+    """Drawn with a seed too: a draft is accepted if it is what is drawn under the mask."""
     patterns = ("[^q]{1,40}", "([a-f]{3}|[0-9]+-)*x", "[ -~]{20}")
     requests = [
         Request(

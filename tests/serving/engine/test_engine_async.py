@@ -61,15 +61,33 @@ def play(
     return checked
 
 
-@settings(max_examples=200)
-@given(
+traces = given(
     seed=st.integers(0, 2**32),
     in_flight_max=st.sampled_from([1, 2, 2, 3]),
     num_drafts=st.sampled_from([0, 1, 5]),
 )
+
+
+@settings(max_examples=200)
+@traces
 def test_tokens_are_those_of_the_synchronous_engine(
     seed: int, in_flight_max: int, num_drafts: int
 ) -> None:
+    check_equal(seed, in_flight_max, num_drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=4000)
+@traces
+def test_tokens_are_those_of_the_synchronous_engine_in_thousands_of_traces(
+    seed: int, in_flight_max: int, num_drafts: int
+) -> None:
+    check_equal(seed, in_flight_max, num_drafts)
+
+
+def check_equal(seed: int, in_flight_max: int, num_drafts: int) -> None:
+    """The same requests through both engines end alike."""
     together, alone = play(seed, in_flight_max, num_drafts), play(seed, 1)
     assert together.outputs.keys() == alone.outputs.keys()
     for name, tokens in alone.outputs.items():
