@@ -4,7 +4,7 @@ events.
 """
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,23 +14,13 @@ import pytest
 
 from deepinfer_jax.reports import ReportedResult
 from serving.cluster import ModelFacts
-from serving.core import decode_scheduler
 from serving.core.buckets import Bucket, BucketTable, StepKind
-from serving.core.cost import PrefillSample
-from serving.core.grammar import GrammarCompiler
 from serving.core.prefix_transfer import StagedPrefix
-from serving.core.request import (
-    ConstraintKind,
-    OutputConstraint,
-    Request,
-    SamplingParams,
-    TokenDelta,
-)
+from serving.core.request import Request, SamplingParams, TokenLogprob
 from serving.core.step_plan import LAST_SAMPLED
-from serving.engine import jax_executor, step_times
+from serving.engine import jax_executor
 from serving.engine.engine import Engine, EngineLimits, run_step
 from serving.engine.jax_executor import CacheTooLargeError, JaxExecutor
-from serving.engine.profiler import scopes_of
 from serving.transport.driver import SystemClock
 from sharding.plan import ShardingError, load_plan
 
@@ -60,19 +50,6 @@ def host_executor() -> JaxExecutor:
     return JaxExecutor(
         DIRECTORY, "kvq", FEW_BUCKETS, 12, slots, plan, engram="host", kv_clock=CLOCK
     )
-
-
-DRAFT_BUCKETS = BucketTable(
-    {StepKind.PREFILL: [Bucket(2, 16, 2)], StepKind.DECODE: [Bucket(3, 12, 2)]}
-)
-
-
-@pytest.fixture(scope="module")
-def drafting_executor() -> JaxExecutor:
-    """The same with drafts, rows that share room for them, and a cache that rounds nothing."""
-    plan = load_plan("single")
-    slots = 5 + NUM_SNAPSHOTS
-    return JaxExecutor(DIRECTORY, "noq", DRAFT_BUCKETS, 12, slots, plan, has_drafts=True)
 
 
 @pytest.fixture
@@ -234,116 +211,24 @@ def test_tokens_fed_before_they_are_known_are_the_same(executor: JaxExecutor, go
     assert outputs[1] == outputs[0]
 
 
-def test_verified_drafts_give_the_greedy_tokens(
-    drafting_executor: JaxExecutor, golden: Path
-) -> None:
-    data = np.load(golden / "greedy.npz")
-    prompt = tuple(int(t) for t in data["prompt"])
-    greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    short = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
-    outputs: list[dict[str, list[int]]] = []
-    for in_flight_max in (1, 2):
-        engine = _engine(drafting_executor, in_flight_max=in_flight_max, buckets=DRAFT_BUCKETS)
-        engine.admit(Request("greedy", prompt, greedy))
-        for i in range(3):
-            engine.admit(Request(f"short {i}", prompt[: 5 * i + 1], short))
-        outputs.append(_run(engine, drafting_executor))
-        status = engine.status()
-        assert len(status.num_verified) == len(status.num_accepted) == 5
-        assert all(a <= v for a, v in zip(status.num_accepted, status.num_verified, strict=True))
-        assert 0 < status.num_verified[4] < status.num_verified[0]
-    assert outputs[0]["greedy"] == data["tokens_noq"].tolist()
-    assert outputs[1] == outputs[0]
-
-
 def test_without_tiles_the_last_bits_depend_on_company(executor: JaxExecutor) -> None:
     """What `engine.batch_invariant` is there for: its tests would see a difference."""
     prompt = (5, 6, 7, 8, 9, 10, 11)
     wanted = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=20)
-    found = []
+    found: list[list[TokenLogprob]] = []
     for num_others in (0, 3):
         engine = _engine(executor, num_snapshots=0)
         engine.admit(Request("a", prompt, wanted))
         for number in range(num_others):
             others = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
             engine.admit(Request(str(number), (20 + number, *prompt), others))
-        deltas = _deltas(engine, executor)["a"]
-        found.append([entry for delta in deltas for entry in delta.logprobs])
+        found.append([])
+        while engine.has_work:
+            for delta in run_step(engine, executor):
+                found[-1] += delta.logprobs
     assert found[0] != found[1]
     values = [[entry.logprob for entry in entries] for entries in found]
     assert values[0] == pytest.approx(values[1], abs=5e-3)
-
-
-def _deltas(
-    engine: Engine, executor: JaxExecutor, num_verified: Counter[int] | None = None
-) -> dict[str, list[TokenDelta]]:
-    """All deltas by request; counts the drafts in plans by the number of their sequence."""
-    deltas: dict[str, list[TokenDelta]] = {}
-    while engine.has_work:
-        while (plan := engine.plan()) is not None:
-            executor.submit(plan)
-            if num_verified is not None and plan.kind is StepKind.DECODE:
-                num_verified.update(dict(zip(plan.sequence_ids, plan.num_tokens - 1, strict=True)))
-        for delta in engine.commit(executor.collect()):
-            deltas.setdefault(delta.request_id, []).append(delta)
-    return deltas
-
-
-@pytest.mark.parametrize("in_flight_max", [1, 2])
-def test_drafts_change_neither_constrained_texts_nor_log_probabilities(
-    drafting_executor: JaxExecutor, in_flight_max: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = drafting_executor.model_config
-    assert config.eos_token_id is not None
-    tokenizer = (DIRECTORY / "tokenizer.json").read_text(encoding="utf-8")
-    grammars = GrammarCompiler(tokenizer, config.vocab_size, config.eos_token_id)
-    sampling = SamplingParams(max_tokens=60, temperature=0.0, logprobs=20)
-    found: list[dict[str, list[TokenDelta]]] = []
-    num_verified = Counter[int]()
-    for verifies in (True, False):
-        if not verifies:
-            ones = lambda table, buckets, rows, *_: np.ones(len(rows), np.int32)  # noqa: E731
-            monkeypatch.setattr(decode_scheduler, "choose_lengths", ones)
-        engine = _engine(drafting_executor, in_flight_max=in_flight_max, buckets=DRAFT_BUCKETS)
-        for name, pattern in (("a", "[^q]{1,60}"), ("b", "([a-f]{3}|[0-9]+-)*x"), ("c", None)):
-            constraint = grammar = None
-            if pattern is not None:
-                constraint = OutputConstraint(ConstraintKind.REGEX, pattern)
-                grammar = grammars.compile(constraint)
-            request = Request(name, (5, 6, 7, ord(name)), sampling, constraint=constraint)
-            engine.admit(request, grammar)
-        found.append(_deltas(engine, drafting_executor, num_verified if verifies else None))
-        assert (sum(engine.status().num_accepted) > 0) == verifies
-    assert num_verified[0] > 0 and num_verified[2] > 0
-    for name in "abc":
-        drafted, plain = ([t for d in one[name] for t in d.token_ids] for one in found)
-        assert plain == drafted
-        after, before = ([entry for d in one[name] for entry in d.logprobs] for one in found)
-        assert len(before) == len(after) == len(plain)
-        for one, other in zip(before, after, strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-            values = [[value for _, value in entry.top] for entry in (one, other)]
-            assert values[0] == pytest.approx(values[1], abs=1e-4)
-
-
-def test_steps_are_timed(drafting_executor: JaxExecutor) -> None:
-    ticks = iter(range(0, 10**12, 3_000_000))
-    buckets = DRAFT_BUCKETS.of(StepKind.DECODE)
-    times = step_times.decode_step_ms(drafting_executor, buckets, lambda: next(ticks))
-    assert times == {Bucket(3, 12, 2): 3.0}
-    buckets = DRAFT_BUCKETS.of(StepKind.PREFILL)
-    samples = step_times.prefill_samples(drafting_executor, buckets, 128, lambda: next(ticks))
-    assert samples == [PrefillSample(16, 128.0, 3.0), PrefillSample(16, 16 * 240 + 128.0, 3.0)]
-    identity = drafting_executor.identity
-    assert identity["device"].startswith("cpu ") and identity["has_drafts"] == "True"
-
-
-def test_every_part_of_the_model_has_a_scope(drafting_executor: JaxExecutor) -> None:
-    scopes = scopes_of(drafting_executor.program_texts())
-    assert scopes.keys() == {"jit_prefill_r2_t16_b2", "jit_decode_r3_t12_b2"}
-    parts = "embedding engram hyper_connections indexer compressor attention moe head sampling"
-    for program in scopes.values():
-        assert {*parts.split(), "draft", "draft/attention", "draft/moe"} <= set(program.values())
 
 
 def test_dispatching_a_step_waits_for_no_device(
