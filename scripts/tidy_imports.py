@@ -68,6 +68,8 @@ IMPURE = {"jax", "deepinfer_jax", "orbax", "time", "asyncio", "threading", "sock
 SOLE_IMPORTERS = {
     "deepinfer_jax": (
         "serving.engine.jax_executor",
+        "serving.engine.mesh_executor",
+        "serving.engine.device_controls",
         "serving.planner",
         "serving.mesh_planner",
     ),

@@ -33,6 +33,7 @@ from serving.kv_commands import (
     run_node,
 )
 from sharding.config_file import ConfigError, override, override_from_text
+from sharding.plan import MeshPlan, load_plan
 
 if TYPE_CHECKING:
     from serving.http_service import Tenancy
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from serving.loading import LoadedModel
 
 EXIT_BAD_INPUT = 2
+_HOST_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,12 +123,22 @@ def _set_process_up(config: ServingConfig) -> None:
     from serving.frontend import logs
 
     logs.set_up(config.server.log_format)
+    _set_devices_up(load_plan(config.sharding))
     cache_home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache_dir = Path(cache_home) / "deepinfer-jax" / "compiled"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_dir))
     # Every shape is worth keeping: all of them are needed at each start.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def _set_devices_up(plan: MeshPlan) -> None:
+    """A mesh of host devices finds as many as it needs; one of accelerators what is there."""
+    if plan.devices == "host":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flag = f"{_HOST_DEVICES}={plan.num_devices}"
+        others = [f for f in os.environ.get("XLA_FLAGS", "").split() if _HOST_DEVICES not in f]
+        os.environ["XLA_FLAGS"] = " ".join([*others, flag])
 
 
 def _say(line: str) -> None:

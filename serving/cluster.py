@@ -19,6 +19,7 @@ from serving.core.prefill_scheduler import PrefillBudget
 from serving.core.profiling import Profiler
 from serving.core.replay import ReplayMode, ReplayRule
 from serving.engine.engine import Engine, EngineLimits, Executor
+from serving.engine.mesh_engine import MeshEngine
 from serving.kv.offload import CachePort, OffloadLimits
 from serving.kv.store import PayloadForm
 from serving.nodes.member_worker import MemberOptions, MemberWorker
@@ -45,7 +46,7 @@ class ModelFacts:
     what its prefill steps cost; None if that was not measured. `num_replayed` is that of
     `core.replay.ReplayRule`. `kv_form` is what its blocks are
     outside the device, and `kv_fingerprint` names everything they depend on; None and empty if
-    they stay there.
+    they stay there. `num_ranks` of the executor's devices have rows of their own.
     """
 
     vocab_size: int
@@ -58,6 +59,7 @@ class ModelFacts:
     num_replayed: int = 0
     kv_form: PayloadForm | None = None
     kv_fingerprint: bytes = b""
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,9 @@ def _replay_rule(options: EngineOptions) -> ReplayRule | None:
     return ReplayRule(mode, num_kept)
 
 
-def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random.Random) -> Engine:
+def make_engine(
+    options: EngineOptions, facts: ModelFacts, random_source: random.Random
+) -> Engine | MeshEngine:
     """The engine that the options ask for.
 
     Raises:
@@ -199,7 +203,8 @@ def make_engine(options: EngineOptions, facts: ModelFacts, random_source: random
                 "prefill steps cost is not known; expected 0, or an executor that was measured"
             )
         budget = PrefillBudget(options.prefill_time_budget_ms, facts.prefill_cost)
-    return Engine(limits, capacity.buckets, random_source, facts.step_ms, budget)
+    more = (limits, capacity.buckets, random_source, facts.step_ms, budget)
+    return Engine(*more) if facts.num_ranks == 1 else MeshEngine(facts.num_ranks, *more)
 
 
 def build(

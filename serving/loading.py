@@ -61,7 +61,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; expected a checkpoint directory")
     mesh_plan = load_plan(config.sharding)
-    _check_runs(config.sharding, mesh_plan)
+    _check_runs(config, mesh_plan)
     _check_handed_over(config)
     engram = _engram_of(config, mesh_plan)
     capacity = plan_capacity(config.engine)
@@ -69,11 +69,13 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     # Imported here, because it takes a second and help texts and early errors need none of it.
     from serving.engine.compile_log import CompileLog
     from serving.engine.jax_executor import JaxExecutor
+    from serving.engine.mesh_executor import MeshExecutor
 
+    executor_type = JaxExecutor if mesh_plan.num_devices == 1 else MeshExecutor
     log = CompileLog(SystemClock().now_ns)
     try:
         with log.listening():
-            executor = JaxExecutor(
+            executor = executor_type(
                 directory,
                 config.model.cache_format,
                 capacity.buckets,
@@ -102,6 +104,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
         eos_token_id=model_config.eos_token_id,
         images=executor.image_geometry,
         num_drafts=executor.num_drafts,
+        num_ranks=executor.num_ranks,
         step_ms=_decode_costs(executor, capacity, report) if executor.num_drafts else {},
         prefill_cost=(
             _prefill_cost(executor, capacity, report)
@@ -144,16 +147,33 @@ def _engram_of(config: ServingConfig, plan: MeshPlan) -> str:
     return engram
 
 
-def _check_runs(sharding: str, plan: MeshPlan) -> None:
-    """Refuses settings of a mesh that `plan --sharding` knows and steps do not have."""
+def _check_runs(config: ServingConfig, plan: MeshPlan) -> None:
+    """Refuses settings of a mesh that `plan --sharding` knows and steps do not have, and options
+    that steps on one device alone have.
+    """
+    sharding = config.sharding
     for name, value, expected in (
         ("redundant_experts", plan.redundant_experts, 0),
         ("micro_batches", plan.micro_batches, 1),
+        ("the number of parts of tokens", plan.num_parts("tokens"), 1),
     ):
         if value != expected:
             raise ConfigError(
                 f"sharding {sharding}: {name} is {value}, which can be planned with and not run "
                 f"yet; expected {expected}"
+            )
+    if plan.num_devices == 1:
+        return
+    for name, value, expected in (
+        ("engine.batch_invariant", config.engine.batch_invariant, False),
+        ("engine.replay", config.engine.replay, "off"),
+        ("kv.storage", config.kv.storage, "off"),
+        ("model.engram", "host" if plan.engram == "host" else config.model.engram, "device"),
+    ):
+        if value != expected:
+            raise ConfigError(
+                f"{name} is {value!r} and sharding {sharding} has {plan.num_devices} devices; "
+                f"expected {expected!r}, or a mesh of one device"
             )
 
 

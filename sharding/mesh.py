@@ -85,6 +85,14 @@ class DeviceMesh:
 
         return jax.tree.map(below, names, arrays, is_leaf=_is_names)
 
+    def place_parts(self, array: np.ndarray, group: Group) -> jax.Array:
+        """Puts an array onto the devices, divided along its first dimension among a group.
+
+        Every process of the mesh has the whole array and keeps what its own devices need.
+        """
+        sharding = NamedSharding(self.mesh, split_first(group))
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
     def place(self, array: np.ndarray | jax.Array, names: LogicalAxes) -> jax.Array:
         """Puts one array onto the devices, each of which receives only its own part.
 

@@ -88,6 +88,8 @@ class MeshPlan:
         engram: where Engram tables lie, on the devices (as the rules say) or in host memory.
         micro_batches: parts of a step that run by turns, so that one computes while the other
             exchanges tokens.
+        devices: what the mesh is made of: accelerators (or what jax finds in their place), or as
+            many devices as it needs on the CPUs of this host, for tests and trials.
 
     Raises:
         ValueError: no axis, an unknown axis or logical name, a size below 1, a rule that names
@@ -99,6 +101,7 @@ class MeshPlan:
     redundant_experts: int = 0
     engram: Literal["device", "host"] = "device"
     micro_batches: Literal[1, 2] = 1
+    devices: Literal["accelerators", "host"] = "accelerators"
 
     def __post_init__(self) -> None:
         if not self.mesh:

@@ -8,7 +8,9 @@ that nobody writes to after construction.
 cost less than a millisecond of host time; walking that many Python objects does not.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +67,9 @@ class StepPlan:
         snapshots: [M, 2] int32, (state slot, snapshot slot) pairs that are copied after the step.
         controls: what rows ask of their tokens beyond the columns above; None if none does.
         tail: what the upper layers compute; None for all, as in every decode step.
+        parts: for a mesh with several ranks, of which each has rows and pools of its own, what each
+            of them computes, None for nothing. The columns above are then those of all parts, one
+            after another, and what is not a column (images, copies, controls) is in the parts only.
     """
 
     step_index: int
@@ -85,6 +90,13 @@ class StepPlan:
     snapshots: np.ndarray = field(default_factory=no_copies)
     controls: StepControls | None = None
     tail: StepTail | None = None
+    parts: tuple["StepPlan | None", ...] = ()
+
+    @property
+    def dp_ranks(self) -> np.ndarray:
+        """[R] int32, the rank of each row: whose slots and blocks its numbers count."""
+        counts = [0 if part is None else part.num_rows for part in self.parts] or [self.num_rows]
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
     @property
     def num_rows(self) -> int:
@@ -105,6 +117,7 @@ class StepResult:
         drafts: [R, N] int32, those drafts, which only grammars ask for; None without drafts.
         elapsed_ms: how long the step had the device for itself; None if nobody measured.
         swap_in: how stored blocks came to the device for it; None if none did.
+        parts: the results of the parts of its plan; none if that has none.
     """
 
     step_index: int
@@ -114,6 +127,7 @@ class StepResult:
     drafts: np.ndarray | None = None
     elapsed_ms: float | None = None
     swap_in: SwapInTimes | None = None
+    parts: tuple["StepResult | None", ...] = ()
 
 
 def check_result(result: StepResult, plan: StepPlan, num_drafts: int) -> None:
@@ -129,3 +143,45 @@ def check_result(result: StepResult, plan: StepPlan, num_drafts: int) -> None:
             f"result of step {plan.step_index} has token_ids of shape "
             f"{result.token_ids.shape}; expected {shape}"
         )
+
+
+_COLUMNS = (
+    "sequence_ids",
+    "slots",
+    "starts",
+    "num_tokens",
+    "token_ids",
+    "block_tables",
+    "temperatures",
+    "top_ks",
+    "top_ps",
+    "seeds",
+)
+
+
+def join_plans(parts: Sequence[StepPlan | None], bucket: Bucket, step_index: int) -> StepPlan:
+    """One step of a mesh from the parts of its ranks, which run in the same `bucket`.
+
+    Each part keeps its own `step_index`, by which its rank knows it.
+    """
+    fitted = tuple(None if part is None else _in_bucket(part, bucket) for part in parts)
+    some = [part for part in fitted if part is not None]
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in some]) for name in _COLUMNS
+    }
+    return StepPlan(
+        step_index=step_index, kind=some[0].kind, bucket=bucket, parts=fitted, **columns
+    )
+
+
+def _in_bucket(plan: StepPlan, bucket: Bucket) -> StepPlan:
+    """The plan in a bucket that is as large as its own or larger."""
+    missing = bucket.num_blocks - plan.bucket.num_blocks
+    tables = np.pad(plan.block_tables, ((0, 0), (0, missing))) if missing else plan.block_tables
+    return replace(plan, bucket=bucket, block_tables=tables)
+
+
+def join_results(step_index: int, parts: Sequence[StepResult | None]) -> StepResult:
+    """The result of a step of a mesh from those of its parts."""
+    tokens = np.concatenate([part.token_ids for part in parts if part is not None])
+    return StepResult(step_index, tokens, parts=tuple(parts))

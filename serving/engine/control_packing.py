@@ -70,6 +70,14 @@ def num_samples(kind: StepKind, bucket: Bucket) -> int:
     return bucket.num_tokens if kind is StepKind.DECODE else bucket.num_rows
 
 
+def no_edits(size: int, num_slots: int) -> tuple[np.ndarray, ...]:
+    """A call of `split_edits` that changes nothing."""
+    cleared = np.full(num_slots, num_slots, np.int32)
+    slots, tokens, values = np.zeros((3, size), np.int32)
+    slots[:] = num_slots
+    return cleared, slots, tokens, values
+
+
 def split_edits(edits: CountEdits, size: int, num_slots: int) -> Iterator[tuple[np.ndarray, ...]]:
     """The edits in calls of (cleared [C], slots, tokens, values [size]), in order.
 
@@ -80,8 +88,7 @@ def split_edits(edits: CountEdits, size: int, num_slots: int) -> Iterator[tuple[
     for first in range(0, max(len(edits.slots), 1), size):
         some = slice(first, first + size)
         num_edits = len(edits.slots[some])
-        slots, tokens, values = np.zeros((3, size), np.int32)
-        slots[num_edits:] = num_slots
+        _, slots, tokens, values = no_edits(size, num_slots)
         slots[:num_edits] = edits.slots[some]
         tokens[:num_edits] = edits.tokens[some]
         values[:num_edits] = edits.values[some]

@@ -21,7 +21,6 @@ computed, so a prompt gets at least every second step.
 import random
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -37,12 +36,14 @@ from serving.core.admission import (
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.cost_correction import CostCorrection
 from serving.core.draft_counts import DraftCounts
+from serving.core.engine_status import EngineStatus
 from serving.core.forking import ForkGroups
 from serving.core.grammar import Grammar
 from serving.core.hand_off import HandedContext, HandOffs
 from serving.core.kv_transfer import KVTransfer
 from serving.core.outputs import add_tokens
 from serving.core.prefill_scheduler import PrefillBudget
+from serving.core.prefix import PrefixKey
 from serving.core.prefix_transfer import PrefixTransfers
 from serving.core.request import (
     FinishReason,
@@ -58,37 +59,17 @@ from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
 from serving.core.waiting_queue import WaitingQueue
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """A snapshot of what the engine holds; padding blocks and slots are not counted.
+class Scheduler(Protocol):
+    """What plans steps and takes their results: an `Engine`, or several that step together."""
 
-    Blocks that a step in flight still uses are not free, even if their sequence is over.
-    `num_cached_blocks` are the free ones that hold a prefix, `num_snapshots` the prefixes that
-    can be gone on from. `num_steps` and `num_preemptions` count since the start, and so do
-    `num_verified` and `num_accepted`: drafts by their place after the last token. `slope_ms` is how
-    much longer decode steps take than was measured at the start, for each token of their bucket.
-    """
+    def plan(self) -> StepPlan | None:
+        """The next step; None if there is nothing to do before another commit."""
 
-    num_waiting: int
-    num_prefilling: int
-    num_decoding: int
-    num_steps_in_flight: int
-    num_blocks: int
-    num_free_blocks: int
-    num_slots: int
-    num_free_slots: int
-    num_steps: int
-    num_preemptions: int
-    num_cached_blocks: int = 0
-    num_snapshots: int = 0
-    num_verified: tuple[int, ...] = ()
-    num_accepted: tuple[int, ...] = ()
-    slope_ms: float = 0.0
+    def commit(self, result: StepResult) -> list[TokenDelta]:
+        """Take over the results of the oldest step in flight."""
 
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold memory."""
-        return self.num_prefilling + self.num_decoding
+    def status(self) -> EngineStatus:
+        """Counts for metrics and health."""
 
 
 class Executor(Protocol):
@@ -232,24 +213,39 @@ class Engine:
         """The next step; None if there is nothing to do before another commit or admission."""
         if len(self._in_flight) >= self.limits.in_flight_max:
             return None
+        self.start_waiting()
+        if self._last_kind is StepKind.DECODE:
+            plan = self.plan_kind(StepKind.PREFILL) or self.plan_kind(StepKind.DECODE)
+        else:
+            plan = self.plan_kind(StepKind.DECODE)
+            if plan is None and not self.waits_for_memory:
+                plan = self.plan_kind(StepKind.PREFILL)
+        assert plan is not None or self._in_flight or not self._sequences, (
+            f"nothing can run although {len(self._sequences)} requests are unfinished"
+        )
+        return plan
+
+    def start_waiting(self) -> None:
+        """Give memory to the waiting requests that fit; the first half of `plan`."""
         if len(self._waiting):
             prefill_scheduler.start_waiting(self._waiting, self._table)
             self._requeue_preempted()
-        if self._last_kind is StepKind.DECODE:
-            plan = self._plan_prefill() or self._plan_decode()
-        else:
-            plan = self._plan_decode()
-            # Rows that could not run wait for memory, which comes with the steps in flight. To
-            # wait for those as well keeps the gap between their tokens at one chunk.
-            if plan is None and not (self._in_flight and len(self._table.generating_rows)):
-                plan = self._plan_prefill()
-        if plan is None:
-            assert self._in_flight or not self._sequences, (
-                f"nothing can run although {len(self._sequences)} requests are unfinished"
-            )
-            return None
-        self._in_flight.append(plan)
-        self._last_kind = plan.kind
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether rows that could not run wait for memory, which comes with the steps in flight.
+
+        To wait for those before the next prefill step keeps the gap between their tokens at one
+        chunk.
+        """
+        return bool(self._in_flight and len(self._table.generating_rows))
+
+    def plan_kind(self, kind: StepKind) -> StepPlan | None:
+        """The next step of one kind; None if there is none before another commit or admission."""
+        plan = self._plan_prefill() if kind is StepKind.PREFILL else self._plan_decode()
+        if plan is not None:
+            self._in_flight.append(plan)
+            self._last_kind = kind
         return plan
 
     def commit(self, result: StepResult) -> list[TokenDelta]:
@@ -304,6 +300,10 @@ class Engine:
         table.settle(plan.step_index)
         self._queue_forked()
         return deltas
+
+    def num_usable_blocks(self, keys: list[PrefixKey]) -> int:
+        """Blocks of a prompt with these prefixes that are here already."""
+        return self._table.prefixes.num_usable(keys)
 
     def status(self) -> EngineStatus:
         """Counts for metrics and health."""
@@ -481,7 +481,7 @@ class Engine:
         return plan
 
 
-def run_step(engine: Engine, executor: Executor) -> list[TokenDelta]:
+def run_step(engine: Scheduler, executor: Executor) -> list[TokenDelta]:
     """Submit what can be planned, then wait for the oldest step; no deltas if there is no work."""
     while (plan := engine.plan()) is not None:
         executor.submit(plan)

@@ -35,6 +35,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.controls import Controls
 from deepinfer_jax.draft import DraftSettings
 from deepinfer_jax.engram_host import HostEngram, detach_tables
+from deepinfer_jax.mesh_steps import whole_layout
 from deepinfer_jax.model import Model, Weights
 from deepinfer_jax.parameters import Parameters
 from deepinfer_jax.precision import CacheFormat, Precision, usual_compute_dtype
@@ -58,8 +59,10 @@ from serving.core.image_layout import ImageGeometry
 from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.step_plan import LAST_SAMPLED, StepPlan, StepResult
 from serving.engine import control_packing, packing
+from serving.engine.device_controls import DeviceControls
 from serving.engine.kv_moves import BLOCKS_PER_CALL, CacheOwner, KVMoves
 from serving.engine.packing import PackedStep
+from sharding.collectives import StepGroups
 from sharding.mesh import DeviceMesh
 from sharding.plan import MeshPlan
 
@@ -68,11 +71,8 @@ Report = Callable[[str], None]
 _UNREAD_MAX = 8
 """Results that are kept for later steps to look up; more steps are never in flight at one time."""
 
-_COPIES_PER_CALL = 8
+COPIES_PER_CALL = 8
 """State slots that one compiled copy copies; a step seldom starts or ends more prefixes."""
-
-_EDITS_PER_CALL = 4096
-"""Counts of tokens that one compiled change sets; a prompt with more takes several."""
 
 
 class CacheTooLargeError(ValueError):
@@ -132,6 +132,7 @@ class JaxExecutor(CacheOwner):
             precision,
             DraftSettings(is_coupled=tile_tokens > 0),
             tile_tokens,
+            StepGroups.of(mesh_plan),
         )
         self.layout = CacheLayout(
             self.model_config, precision, num_blocks, num_slots, has_draft=has_drafts
@@ -149,6 +150,7 @@ class JaxExecutor(CacheOwner):
         self._images = None
         if self.weights.parameters.vision is not None:
             num_features = buckets.largest(StepKind.PREFILL).num_tokens
+            num_features *= self.model.groups.rows.size
             self._images = ImageEncoder(
                 self.model_config,
                 precision,
@@ -156,8 +158,7 @@ class JaxExecutor(CacheOwner):
                 self.mesh,
                 num_features,
             )
-        vocab_size = self.model_config.vocab_size
-        self._controls = _DeviceControls(self.mesh, buckets, num_slots, vocab_size)
+        self._controls: Any = self._make_controls(buckets, num_slots)
         self._steps = self._compile(buckets, replay, report, watch, kv_clock is not None)
         if kv_clock is not None:
             self.kv_moves = self._make_moves(buckets, kv_clock)
@@ -194,7 +195,7 @@ class JaxExecutor(CacheOwner):
             more["engram_rows"] = jax.device_put(rows, self._rows_sharding)
         result = self.run_step(plan, step, self.weights, buffer, **more)
         self._copy(plan.snapshots)
-        result = _wanted(plan, result)
+        result = wanted(plan, result)
         jax.tree.map(lambda array: array.copy_to_host_async(), result)
         self._in_flight.append((plan, result))
         if self._engram is not None:
@@ -203,6 +204,11 @@ class JaxExecutor(CacheOwner):
     def no_controls(self, kind: StepKind, bucket: Bucket) -> Controls:
         """The argument `controls` of a compiled step in which no row has any."""
         return self._controls.neutral(kind, bucket)
+
+    @property
+    def num_ranks(self) -> int:
+        """Parts that plans consist of; devices with rows of their own."""
+        return self.model.groups.rows.size
 
     @property
     def num_drafts(self) -> int:
@@ -290,9 +296,9 @@ class JaxExecutor(CacheOwner):
         """Copy state slots: `pairs` [N, 2] of source and destination."""
         if self._engram is not None:
             self._engram.copy_slots(pairs)
-        for first in range(0, len(pairs), _COPIES_PER_CALL):
-            padded = np.zeros((_COPIES_PER_CALL, 2), np.int32)
-            some = pairs[first : first + _COPIES_PER_CALL]
+        for first in range(0, len(pairs), COPIES_PER_CALL):
+            padded = np.zeros((COPIES_PER_CALL, 2), np.int32)
+            some = pairs[first : first + COPIES_PER_CALL]
             padded[: len(some)] = some
             columns = jax.device_put(np.ascontiguousarray(padded.T), self._slots_sharding)
             self.cache = self._copy_slots(self.cache, columns)
@@ -327,9 +333,10 @@ class JaxExecutor(CacheOwner):
             f"allocating {size / 2**20:.1f} MiB of KV cache: {layout.num_blocks} blocks of "
             f"{layout.bytes_per_block} bytes, {layout.num_slots} slots of {layout.bytes_per_slot}"
         )
-        shardings = self.mesh.tree_shardings(layout.abstract(), layout.logical_axes())
+        whole = whole_layout(layout, self.model.groups)
+        shardings = self.mesh.tree_shardings(whole.abstract(), whole.logical_axes())
         try:
-            return jax.jit(layout.zeros, out_shardings=shardings)()
+            return jax.jit(whole.zeros, out_shardings=shardings)()
         except jax.errors.JaxRuntimeError as error:
             raise CacheTooLargeError(
                 f"the KV cache of {size / 2**30:.1f} GiB cannot be allocated "
@@ -343,6 +350,9 @@ class JaxExecutor(CacheOwner):
         moves = CacheTransfers(self.cache, BLOCKS_PER_CALL, num_blocks_max)
         parts = self.model.topology.part_of_group
         return KVMoves.of(moves, lines, parts, now_ns, self._engram)
+
+    def _make_controls(self, buckets: BucketTable, num_slots: int) -> Any:
+        return DeviceControls(self.mesh, buckets, num_slots, self.model_config.vocab_size)
 
     def _compile(
         self,
@@ -375,7 +385,9 @@ class JaxExecutor(CacheOwner):
         programs |= {} if self._images is None else self._images.programs()
         programs |= {
             "set_counts": self._controls.compile_changes,
-            "copy_slots": partial(compile_slot_copies, self.cache, _COPIES_PER_CALL),
+            "copy_slots": partial(
+                compile_slot_copies, self.cache, COPIES_PER_CALL, self.model.groups
+            ),
         }
 
         def progress(done: int, total: int) -> None:
@@ -388,66 +400,12 @@ class JaxExecutor(CacheOwner):
         return {key: compiled[shape.name] for key, shape in shapes.items()}
 
 
-class _DeviceControls:
-    """The controls of steps. `counts` is [slots, vocabulary], what penalties go by."""
-
-    def __init__(
-        self, mesh: DeviceMesh, buckets: BucketTable, num_slots: int, vocab_size: int
-    ) -> None:
-        self._sharding = mesh.sharding((None,), (1,))
-        self._masks_sharding = mesh.sharding((None, None), (1, 1))
-        self._num_mask_words = controls.mask_words(vocab_size)
-        self.counts = mesh.place(np.zeros((num_slots, vocab_size), np.uint16), (None, None))
-        self._neutral = {
-            (kind, bucket): (
-                self._put_settings(control_packing.pack_settings(None, bucket)),
-                self._put_masks(None, kind, bucket),
-            )
-            for kind, bucket in buckets
-        }
-        self.set_counts: Callable[..., jax.Array] = controls.set_counts
-
-    def compile_changes(self) -> Callable[..., jax.Array]:
-        """`controls.set_counts` for as many changes as one call makes."""
-        num_slots = self.counts.shape[0]
-        sizes = (num_slots, *3 * (_EDITS_PER_CALL,))
-        edits = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
-        set_counts = jax.jit(controls.set_counts, donate_argnums=0)
-        return set_counts.lower(self.counts, *edits).compile()
-
-    def neutral(self, kind: StepKind, bucket: Bucket) -> Controls:
-        """The controls of a step in which no row has any."""
-        return Controls(*self._neutral[kind, bucket], self.counts)
-
-    def of_step(self, plan: StepPlan) -> Controls:
-        """The controls of a step; dispatches the changes of counts that it needs."""
-        wanted = plan.controls
-        if wanted is None:
-            return self.neutral(plan.kind, plan.bucket)
-        if wanted.count_edits is not None:
-            num_slots = self.counts.shape[0]
-            for call in control_packing.split_edits(wanted.count_edits, _EDITS_PER_CALL, num_slots):
-                self.counts = self.set_counts(self.counts, *call)
-        settings = self._put_settings(control_packing.pack_settings(wanted, plan.bucket))
-        _, masks = self._neutral[plan.kind, plan.bucket]
-        if wanted.masks is not None:
-            masks = self._put_masks(wanted.masks, plan.kind, plan.bucket)
-        return Controls(settings, masks, self.counts)
-
-    def _put_settings(self, words: np.ndarray) -> jax.Array:
-        return jax.device_put(words, self._sharding)
-
-    def _put_masks(self, masks: np.ndarray | None, kind: StepKind, bucket: Bucket) -> jax.Array:
-        packed = control_packing.pack_masks(masks, kind, bucket, self._num_mask_words)
-        return jax.device_put(packed, self._masks_sharding)
-
-
-def _wanted(plan: StepPlan, result: ReportedResult) -> ReportedResult:
+def wanted(plan: StepPlan, result: ReportedResult) -> ReportedResult:
     """The result without what nobody asked for, which need not be copied to the host."""
-    wanted = plan.controls
-    if wanted is None or not (wanted.reports or (wanted.next_tokens >= 0).any()):
+    asked = plan.controls
+    if asked is None or not (asked.reports or (asked.next_tokens >= 0).any()):
         return result._replace(sampled=None, prompt=None)
-    return result if (wanted.next_tokens >= 0).any() else result._replace(prompt=None)
+    return result if (asked.next_tokens >= 0).any() else result._replace(prompt=None)
 
 
 def _check_replay(config: ModelConfig, topology: Topology, replay: ReplayRule) -> None:

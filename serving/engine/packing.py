@@ -114,6 +114,12 @@ def _padding(bucket: Bucket, has_tail: bool) -> np.ndarray:
     return buffer
 
 
+def empty_buffer(bucket: Bucket) -> np.ndarray:
+    """The buffer of a step without a row."""
+    tables = np.zeros(bucket.num_rows * bucket.num_blocks, np.int32)
+    return np.concatenate([_padding(bucket, False), tables])
+
+
 def _views(buffer: np.ndarray, bucket: Bucket, has_tail: bool) -> dict[str, np.ndarray]:
     return {
         name: buffer[offset : offset + prod(shape)].view(dtype).reshape(shape)

@@ -38,6 +38,7 @@ from serving.core.request import (
 )
 from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine
+from serving.engine.mesh_engine import MeshEngine
 from serving.kv.offload import OffloadLimits
 from serving.nodes import messages
 from serving.nodes.kv_offload import KVOffload
@@ -66,7 +67,7 @@ class MeshWorker:
     def __init__(
         self,
         node_id: NodeId,
-        engine: Engine,
+        engine: Engine | MeshEngine,
         step_timeout_ns: int,
         grammars: GrammarCompiler | None = None,
         grammar_timeout_ns: int = 0,
@@ -90,6 +91,7 @@ class MeshWorker:
         self._owners: dict[str, NodeId] = {}
         self._offload: KVOffload | None = None
         if offload is not None:
+            assert isinstance(engine, Engine), "blocks of several ranks do not move"
             self._offload = KVOffload(self.outbox, engine.transfers, offload)
         self._fetching: dict[str, tuple[NodeId, Request, Grammar | None]] = {}
         self._failure: str | None = None

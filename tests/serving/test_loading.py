@@ -44,6 +44,7 @@ def recording_executor(made: list[tuple[Any, ...]], directory: Path) -> Any:
         model = SimpleNamespace(num_replayed=45)
         image_geometry = ImageGeometry(318, 14, 3, 64, 1764)
         num_drafts = 5
+        num_ranks = 1
         kv_moves = None
         cache_directory = directory
         identity = {"device": "recorder"}
@@ -145,6 +146,22 @@ def test_a_mesh_that_can_only_be_planned_with_is_refused(tmp_path: Path) -> None
         load_model(configured(sharding="decode_ep64"), print)
     with pytest.raises(ConfigError, match="decode_b200x4: micro_batches is 2.*expected 1"):
         load_model(configured(sharding="decode_b200x4"), print)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"engine__batch_invariant": True},
+        {"engine__replay": "mask"},
+        {"kv__storage": "memory"},
+        {"model__engram": "host"},
+    ),
+)
+def test_options_for_one_device_are_refused_on_a_mesh(changes: dict[str, Any]) -> None:
+    ((name, value),) = changes.items()
+    option = name.replace("__", ".")
+    with pytest.raises(ConfigError, match=f"{option} is {value!r} and sharding cpu8 has 8 devices"):
+        load_model(configured(sharding="cpu8", **changes), print)
 
 
 def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

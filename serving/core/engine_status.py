@@ -1,0 +1,60 @@
+"""What an engine holds at one moment, for metrics and health."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot of what the engine holds; padding blocks and slots are not counted.
+
+    Blocks that a step in flight still uses are not free, even if their sequence is over.
+    `num_cached_blocks` are the free ones that hold a prefix, `num_snapshots` the prefixes that
+    can be gone on from. `num_steps` and `num_preemptions` count since the start, and so do
+    `num_verified` and `num_accepted`: drafts by their place after the last token. `slope_ms` is how
+    much longer decode steps take than was measured at the start, for each token of their bucket.
+    """
+
+    num_waiting: int
+    num_prefilling: int
+    num_decoding: int
+    num_steps_in_flight: int
+    num_blocks: int
+    num_free_blocks: int
+    num_slots: int
+    num_free_slots: int
+    num_steps: int
+    num_preemptions: int
+    num_cached_blocks: int = 0
+    num_snapshots: int = 0
+    num_verified: tuple[int, ...] = ()
+    num_accepted: tuple[int, ...] = ()
+    slope_ms: float = 0.0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold memory."""
+        return self.num_prefilling + self.num_decoding
+
+
+def total_status(statuses: Sequence[EngineStatus], num_steps: int, in_flight: int) -> EngineStatus:
+    """The status of several engines whose steps run together, `num_steps` so far.
+
+    Everything is a sum but the slope, of which the largest counts: the slowest one sets the pace.
+    """
+    totals = {
+        field.name: sum(getattr(status, field.name) for status in statuses)
+        for field in fields(EngineStatus)
+        if field.name not in ("num_verified", "num_accepted", "slope_ms")
+    }
+    totals |= {"num_steps": num_steps, "num_steps_in_flight": in_flight}
+    return EngineStatus(
+        **totals,
+        num_verified=_columns([status.num_verified for status in statuses]),
+        num_accepted=_columns([status.num_accepted for status in statuses]),
+        slope_ms=max(status.slope_ms for status in statuses),
+    )
+
+
+def _columns(counts: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip(*counts, strict=True))
