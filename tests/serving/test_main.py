@@ -37,8 +37,6 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "JAX_COMPILATION_CACHE_DIR",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
-        "JAX_PLATFORMS",
-        "XLA_FLAGS",
     ):
         monkeypatch.setenv(name, "set")
         monkeypatch.delenv(name)
@@ -324,9 +322,10 @@ def test_a_mesh_of_host_devices_gets_as_many_as_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --another=1")
+    monkeypatch.setenv("JAX_PLATFORMS", "gpu")
     command_line._set_process_up(ServingConfig())
     environ = command_line.os.environ
-    assert "count=2" in environ["XLA_FLAGS"] and "JAX_PLATFORMS" not in environ
+    assert "count=2" in environ["XLA_FLAGS"] and environ["JAX_PLATFORMS"] == "gpu"
     command_line._set_process_up(ServingConfig(sharding="cpu8"))
     assert environ["XLA_FLAGS"] == "--another=1 --xla_force_host_platform_device_count=8"
     assert environ["JAX_PLATFORMS"] == "cpu"
