@@ -68,10 +68,8 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
     codec = TextCodec.load(directory)
     # Imported here, because it takes a second and help texts and early errors need none of it.
     from serving.engine.compile_log import CompileLog
-    from serving.engine.jax_executor import JaxExecutor
-    from serving.engine.mesh_executor import MeshExecutor
 
-    executor_type = JaxExecutor if mesh_plan.num_devices == 1 else MeshExecutor
+    executor_type = _executor_type(mesh_plan)
     log = CompileLog(SystemClock().now_ns)
     try:
         with log.listening():
@@ -124,6 +122,12 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
         executor.program_texts,
         log.programs,
     )
+
+
+def _executor_type(plan: MeshPlan) -> "type[JaxExecutor]":
+    from serving.engine import jax_executor, mesh_executor
+
+    return jax_executor.JaxExecutor if plan.num_devices == 1 else mesh_executor.MeshExecutor
 
 
 def _compiled_line(programs: tuple[CompiledProgram, ...]) -> str:
