@@ -252,6 +252,11 @@ def build_member(
         ConfigError: the configuration does not fit the model.
     """
     engine = make_engine(config.engine, facts, environment.random_source)
+    if isinstance(engine, MeshEngine):
+        raise ConfigError(
+            f"sharding {config.sharding} gives {facts.num_ranks} devices rows of their own, and "
+            "this worker hands contexts to others; expected a mesh without a rule for batch"
+        )
     buckets = engine.buckets
     card = MemberCard(
         address=process.address,

@@ -1,7 +1,11 @@
-"""What an engine holds at one moment, for metrics and health."""
+"""An engine as others see it: what plans steps, and what it holds at one moment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
+
+from serving.core.request import TokenDelta
+from serving.core.step_plan import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,22 @@ class EngineStatus:
     def num_running(self) -> int:
         """Sequences that hold memory."""
         return self.num_prefilling + self.num_decoding
+
+
+class Scheduler(Protocol):
+    """What plans steps and takes their results: one engine, or several that step together."""
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None if there is nothing to do before another commit."""
+        ...
+
+    def commit(self, result: StepResult) -> list[TokenDelta]:
+        """Take over the results of the oldest step in flight."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """Counts for metrics and health."""
+        ...
 
 
 def total_status(statuses: Sequence[EngineStatus], num_steps: int, in_flight: int) -> EngineStatus:

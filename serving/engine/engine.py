@@ -36,7 +36,7 @@ from serving.core.admission import (
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.cost_correction import CostCorrection
 from serving.core.draft_counts import DraftCounts
-from serving.core.engine_status import EngineStatus
+from serving.core.engine_status import EngineStatus, Scheduler
 from serving.core.forking import ForkGroups
 from serving.core.grammar import Grammar
 from serving.core.hand_off import HandedContext, HandOffs
@@ -57,19 +57,6 @@ from serving.core.sequence import Sequence, SequenceStatus
 from serving.core.snapshots import SnapshotCopies
 from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult, check_result
 from serving.core.waiting_queue import WaitingQueue
-
-
-class Scheduler(Protocol):
-    """What plans steps and takes their results: an `Engine`, or several that step together."""
-
-    def plan(self) -> StepPlan | None:
-        """The next step; None if there is nothing to do before another commit."""
-
-    def commit(self, result: StepResult) -> list[TokenDelta]:
-        """Take over the results of the oldest step in flight."""
-
-    def status(self) -> EngineStatus:
-        """Counts for metrics and health."""
 
 
 class Executor(Protocol):

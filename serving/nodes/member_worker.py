@@ -64,6 +64,7 @@ class MemberWorker(MeshWorker):
         **rest: Any,
     ) -> None:
         super().__init__(node_id, engine, step_timeout_ns, **rest)
+        self._adopting = engine
         self._membership = Membership(
             self.outbox, options.router, options.card, self.status, self._reset, random_source
         )
@@ -227,7 +228,7 @@ class MemberWorker(MeshWorker):
             arrived, grammar = self._ready[0]
             request_id = arrived.request.request_id
             try:
-                transfer = self._engine.adopt(arrived.request, arrived.context, grammar)
+                transfer = self._adopting.adopt(arrived.request, arrived.context, grammar)
             except RequestError as error:
                 self._ready.popleft()
                 self._decode.forget(request_id)

@@ -16,6 +16,7 @@ import pytest
 from deepseek_recipe import SpecialToken
 
 import serving.engine.jax_executor
+import serving.engine.mesh_executor
 from deepinfer_jax.steps import Watch
 from serving.config import ServingConfig
 from serving.core.buckets import TILE_TOKENS, Bucket, StepKind
