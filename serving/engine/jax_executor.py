@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax import batch, checkpoint, controls
