@@ -62,7 +62,6 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
         raise ConfigError(f"{directory}: no such directory; expected a checkpoint directory")
     mesh_plan = load_plan(config.sharding)
     _check_runs(config, mesh_plan)
-    _check_handed_over(config)
     engram = _engram_of(config, mesh_plan)
     capacity = plan_capacity(config.engine)
     codec = TextCodec.load(directory)
@@ -155,6 +154,7 @@ def _check_runs(config: ServingConfig, plan: MeshPlan) -> None:
     """Refuses settings of a mesh that `plan --sharding` knows and steps do not have, and options
     that steps on one device alone have.
     """
+    _check_handed_over(config)
     sharding = config.sharding
     for name, value, expected in (
         ("redundant_experts", plan.redundant_experts, 0),
