@@ -69,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "node":
             # Devices belong to the servers.
             os.environ["JAX_PLATFORMS"] = "cpu"
-            return run_node(options, config.kv, config.cluster)
+            from serving.frontend.auth import Authenticator, SqliteKeyStore
+
+            keys = Authenticator(SqliteKeyStore(_database_of(config)))
+            return run_node(options, config.kv, config.cluster, keys.salt_of)
         if options.command == "generate":
             return _generate(config, options)
         if config.cluster.is_on:

@@ -71,16 +71,22 @@ def add_commands(
         add_config(command)
 
 
-def run_node(options: argparse.Namespace, kv: KVOptions, cluster: ClusterOptions) -> int:
-    """Run a node until it is stopped.
+def run_node(
+    options: argparse.Namespace,
+    kv: KVOptions,
+    cluster: ClusterOptions,
+    salt_of: Callable[[str], str | None],
+) -> int:
+    """Run a node until it is stopped; `salt_of` gives the salts of tenants with keys.
 
     Raises:
         ConfigError: the configuration has no tiers, or they cannot be used.
     """
-    from serving.kv_process import default_address, run_cache
+    from serving.kv_process import default_address, limits_by_tenant, run_cache
     from serving.kv_storage import check_address, print_ready, read_key, run_storage_node
 
     key = read_key(cluster.key_file)
+    limits = limits_by_tenant(kv, salt_of)
     if options.role == "metadata":
         from serving.metadata_process import run_metadata
 
@@ -90,14 +96,14 @@ def run_node(options: argparse.Namespace, kv: KVOptions, cluster: ClusterOptions
                 "a metadata node needs --listen or kv.metadata, and a folder in kv.directory"
             )
         check_address(address, key)
-        run_metadata(kv, options.name, address, lambda at: print_ready("metadata", at), key)
+        run_metadata(kv, options.name, address, lambda at: print_ready("metadata", at), key, limits)
         return 0
     if options.role == "storage":
         run_storage_node(kv, options.name, options.listen, key)
         return 0
     if not kv.is_on:
         raise ConfigError("kv.storage is 'off'; expected another value for a cache process")
-    run_cache(kv, options.listen or kv.address or default_address(kv), options.parent, key)
+    run_cache(kv, options.listen or kv.address or default_address(kv), options.parent, key, limits)
     return 0
 
 

@@ -86,6 +86,22 @@ class MooncakeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantOptions:
+    """What one tenant may have in each tier, in place of `kv.tenant_bytes` and `kv.ttl_s`.
+
+    `bytes`: 0 is no limit.
+    `ttl_s`: how long a stored block may be used after it was computed; 0 is no limit.
+    """
+
+    bytes: int = 0
+    ttl_s: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("bytes", "ttl_s"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "0 (no limit) or more")
+
+
+@dataclass(frozen=True, slots=True)
 class KVOptions:
     """Where computed prefixes are kept beyond device memory.
 
@@ -101,6 +117,7 @@ class KVOptions:
     storage nodes count, and a Mooncake Store has a limit of its own.
     `tenant_bytes`: of one tenant, in each of them; 0 is no limit.
     `ttl_s`: how long a stored block may be used after it was computed; 0 is no limit.
+    `tenants`: by the name of a tenant with keys, or by a `cache_salt`, limits of its own.
     `wait_s`: how long a request waits for its stored prefix before it computes it instead.
     `retry_s`: how long tiers that have failed are left alone.
     `sightings_min`: how often the end of a prompt must have been computed to be stored; 2 stores
@@ -119,6 +136,7 @@ class KVOptions:
     disk_bytes: int = 16 * 2**30
     tenant_bytes: int = 0
     ttl_s: int = 0
+    tenants: Mapping[str, TenantOptions] = field(default_factory=dict[str, TenantOptions])
     wait_s: float = 1.0
     retry_s: float = 10.0
     sightings_min: int = 1

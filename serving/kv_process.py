@@ -11,15 +11,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import zmq
 
+from serving.frontend.auth import Principal
 from serving.kv import wire
 from serving.kv.cluster_key import ClusterKey
+from serving.kv.eviction import TenantLimits
 from serving.kv.fetcher import Fetcher, FetcherOptions
 from serving.kv.host_tier import SharedArena, remove_abandoned
+from serving.kv.store import tenant_id
 from serving.kv.write_behind import WriteBehindOptions
 from serving.kv_config import KVOptions
 from serving.kv_storage import READY, check_address, open_storage, print_ready
@@ -44,12 +47,28 @@ def default_address(options: KVOptions) -> str:
     return f"ipc://{folder / _SOCKET_NAME}"
 
 
+def limits_by_tenant(
+    options: KVOptions, salt_of: Callable[[str], str | None]
+) -> dict[bytes, TenantLimits]:
+    """The limits that tenants have of their own, by what they are called in the tiers."""
+    found: dict[bytes, TenantLimits] = {}
+    for name, limits in options.tenants.items():
+        salt = salt_of(name)
+        own = name if not salt else Principal(name, frozenset(), salt).salted("")
+        found[tenant_id(own)] = TenantLimits(limits.bytes, limits.ttl_s)
+    return found
+
+
 def run_cache(
-    options: KVOptions, address: str, parent: int | None = None, key: ClusterKey | None = None
+    options: KVOptions,
+    address: str,
+    parent: int | None = None,
+    key: ClusterKey | None = None,
+    limits: Mapping[bytes, TenantLimits] | None = None,
 ) -> None:
     """Keep prefixes until asked to stop, or until the process `parent` is gone.
 
-    With a key, only those who have it are answered.
+    With a key, only those who have it are answered. `limits` are those of single tenants.
 
     Raises:
         ConfigError: the memory, the directory or the address cannot be used.
@@ -75,6 +94,8 @@ def run_cache(
         except zmq.ZMQError as error:
             arena.close()
             raise ConfigError(f"{address}: cannot listen there: {error.strerror}") from None
+        for tenant, own in (limits or {}).items():
+            fetcher.limit(tenant, own)
         if parent is not None:
             fetcher.stop_when(lambda: os.getppid() != parent)
         print_ready("cache", address)

@@ -6,7 +6,7 @@ process carries them. The directory is one service, the questions of operators a
 
 import logging
 import secrets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Union, get_args
@@ -19,6 +19,7 @@ from serving.clock import Clock, ns_of_s
 from serving.kv import directory_calls, wire
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.directory import Directory, DirectoryTimes
+from serving.kv.eviction import TenantLimits
 from serving.kv.placements import PlacementFile
 from serving.kv.tier_metrics import histogram_numbers
 from serving.kv_config import KVOptions
@@ -163,8 +164,11 @@ def run_metadata(
     address: str,
     ready: Callable[[str], None],
     key: ClusterKey | None = None,
+    limits: Mapping[bytes, TenantLimits] | None = None,
 ) -> None:
     """Serve the directory of a store until asked to stop; `ready` is told the address.
+
+    `limits` are those of single tenants.
 
     Raises:
         ConfigError: the folder or the address cannot be used.
@@ -183,6 +187,8 @@ def run_metadata(
             options.ttl_s,
             DirectoryTimes(lease_ns, lease_ns, lease_ns),
         )
+        for tenant, own in (limits or {}).items():
+            directory.index.limit(tenant, own)
         node = MetadataNode(directory, log, clock)
         administration = Administration(node)
         process = MetadataProcess(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from serving.clock import Clock, ns_of_s
 from serving.kv import storage_wire
 from serving.kv.cluster_key import ClusterKey
+from serving.kv.eviction import TenantLimits
 from serving.kv.fragments import CorruptFragmentError, StripeCodec
 from serving.kv.node_links import LinkTimes, NodeLinks
 from serving.kv.segment_index import Row, SegmentIndex
@@ -265,6 +266,11 @@ class ErasureTier:
                 num_nodes=len(self._links.nodes),
                 num_nodes_away=len(self._links.nodes - self._links.present()),
             )
+
+    def limit(self, tenant: bytes, limits: TenantLimits) -> None:
+        """Give a tenant limits of its own."""
+        with self._lock:
+            self._index.limit(tenant, limits)
 
     @property
     def evicted_age_s(self) -> Histogram:

@@ -17,12 +17,29 @@ import itertools
 import sys
 from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 from serving.kv.replacement import Entry, S3Fifo
 from serving.kv.store import Name
 from serving.kv.tier_metrics import AGE_BOUNDS_S
 from serving.observe import Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may have in a tier: so many bytes, for so many seconds; 0 is no limit."""
+
+    bytes_max: int = 0
+    ttl_s: int = 0
+
+
+@runtime_checkable
+class LimitedTier(Protocol):
+    """A tier whose tenants may have limits of their own."""
+
+    def limit(self, tenant: bytes, limits: TenantLimits) -> None:
+        """Give a tenant limits of its own."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +64,9 @@ class EvictionQueue:
 
     def __init__(self, bytes_max: int, tenant_bytes_max: int = 0, ttl_s: int = 0) -> None:
         self.bytes_max = bytes_max
-        self._tenant_bytes_max = tenant_bytes_max or sys.maxsize
-        self._ttl_s = ttl_s
+        self._limits = TenantLimits(tenant_bytes_max, ttl_s)
+        # Of tenants that have others than those.
+        self._own_limits: dict[bytes, TenantLimits] = {}
         self._items: dict[Name, _Item] = {}
         self._order: S3Fifo[_Item] = S3Fifo()
         # An order of its own for each tenant, if there is a limit that needs it.
@@ -73,7 +91,7 @@ class EvictionQueue:
     @property
     def has_ttl(self) -> bool:
         """Whether payloads grow too old at all."""
-        return bool(self._ttl_s)
+        return any(limits.ttl_s for limits in (self._limits, *self._own_limits.values()))
 
     @property
     def num_bytes(self) -> int:
@@ -99,9 +117,23 @@ class EvictionQueue:
         item = self._items[name] = _Item(name, size, 0, tenant, written_s, value)
         self._order.add(item)
         self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + size
-        if self._tenant_bytes_max != sys.maxsize:
-            item.own = Entry(name, size)
-            self._by_tenant.setdefault(tenant, S3Fifo()).add(item.own)
+        if self._limits_of(tenant).bytes_max:
+            self._add_own(item)
+
+    def limit(self, tenant: bytes, limits: TenantLimits) -> None:
+        """Give a tenant limits of its own; what it has beyond them goes with its next payload."""
+        self._own_limits[tenant] = limits
+        if limits.bytes_max:
+            for item in self._items.values():
+                if item.tenant == tenant and item.own is None:
+                    self._add_own(item)
+
+    def _limits_of(self, tenant: bytes) -> TenantLimits:
+        return self._own_limits.get(tenant, self._limits)
+
+    def _add_own(self, item: _Item) -> None:
+        item.own = Entry(item.name, item.size)
+        self._by_tenant.setdefault(item.tenant, S3Fifo()).add(item.own)
 
     def value(self, name: Name) -> object:
         """What was given for a payload; None if it is not there."""
@@ -141,7 +173,9 @@ class EvictionQueue:
     def is_expired(self, name: Name, now_s: int) -> bool:
         """Whether the payload is older than its time to live."""
         self._now_s = max(self._now_s, now_s)
-        return bool(self._ttl_s) and now_s - self._items[name].written_s > self._ttl_s
+        item = self._items[name]
+        ttl_s = self._limits_of(item.tenant).ttl_s
+        return bool(ttl_s) and now_s - item.written_s > ttl_s
 
     def remove(self, name: Name) -> None:
         """The payload is gone."""
@@ -173,16 +207,17 @@ class EvictionQueue:
 
     def expired(self, now_s: int) -> list[Name]:
         """Payloads that are too old and not pinned."""
-        if not self._ttl_s:
+        if not self.has_ttl:
             return []
         return [
             name
             for name, item in self._items.items()
-            if not item.num_pins and now_s - item.written_s > self._ttl_s
+            if not item.num_pins and self.is_expired(name, now_s)
         ]
 
     def _fits_tenant(self, size: int, tenant: bytes) -> bool:
-        return self._tenant_bytes.get(tenant, 0) + size <= self._tenant_bytes_max
+        bytes_max = self._limits_of(tenant).bytes_max or sys.maxsize
+        return self._tenant_bytes.get(tenant, 0) + size <= bytes_max
 
     def _may_own_go(self, own: Entry) -> bool:
         return _may_go(self._items[cast("Name", own.name)])

@@ -24,6 +24,7 @@ import zmq
 from serving.clock import Clock, ns_of_s, s_of_ns
 from serving.kv import wire
 from serving.kv.cluster_key import ClusterKey
+from serving.kv.eviction import LimitedTier, TenantLimits
 from serving.kv.host_tier import HostTier, Place, SharedArena
 from serving.kv.offload import Sightings
 from serving.kv.pinned_prefixes import PinnedPrefixes, Pinning
@@ -143,6 +144,12 @@ class Fetcher:
         if self._store is not None:
             self._store.close()
         self._arena.close()
+
+    def limit(self, tenant: bytes, limits: TenantLimits) -> None:
+        """Give a tenant limits of its own, in memory and in storage that has any; before `run`."""
+        self._host.queue.limit(tenant, limits)
+        if isinstance(self._store, LimitedTier):
+            self._store.limit(tenant, limits)
 
     def stop(self) -> None:
         """Let `run` return; from any thread."""

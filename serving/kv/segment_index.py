@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
-from serving.kv.eviction import EvictionQueue
+from serving.kv.eviction import EvictionQueue, TenantLimits
 from serving.kv.store import Buffer, Name, read_header
 from serving.observe import Histogram
 
@@ -87,6 +87,11 @@ class SegmentIndex:
 
     def __contains__(self, name: object) -> bool:
         return name in self._queue
+
+    def limit(self, tenant: bytes, limits: TenantLimits) -> None:
+        """Give a tenant limits of its own."""
+        self._payload_bytes_max = max(self._payload_bytes_max, limits.bytes_max)
+        self._queue.limit(tenant, limits)
 
     @property
     def evicted_age_s(self) -> Histogram:

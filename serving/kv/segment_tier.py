@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from serving.clock import Clock
+from serving.kv.eviction import TenantLimits
 from serving.kv.segment_index import Location, Row, SegmentIndex
 from serving.kv.store import (
     Buffer,
@@ -256,6 +257,11 @@ class SegmentTier:
                 num_evicted=self._index.num_evicted,
                 num_failed=self._num_failed,
             )
+
+    def limit(self, tenant: bytes, limits: TenantLimits) -> None:
+        """Give a tenant limits of its own."""
+        with self._lock:
+            self._index.limit(tenant, limits)
 
     @property
     def evicted_age_s(self) -> Histogram:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from serving.config import KVOptions
-from serving.kv_process import CacheProcess, ask, default_address, run_cache
+from serving.kv.eviction import TenantLimits
+from serving.kv.store import tenant_id
+from serving.kv_config import TenantOptions
+from serving.kv_process import CacheProcess, ask, default_address, limits_by_tenant, run_cache
 from sharding.config_file import ConfigError
 
 
@@ -80,6 +83,16 @@ def test_a_process_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ended with code 2"):
         process.wait_until_ready()
     process.stop()
+
+
+def test_limits_of_tenants_go_by_their_salts(tmp_path: Path) -> None:
+    chosen = options(tmp_path, tenants={"acme": TenantOptions(5, 6), "a salt": TenantOptions(7)})
+    salt = "0" * 32
+    limits = limits_by_tenant(chosen, {"acme": salt}.get)
+    assert limits == {
+        tenant_id(f"32:{salt}any of its own"): TenantLimits(5, 6),
+        tenant_id("a salt"): TenantLimits(7),
+    }
 
 
 def test_addresses(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 pinned or of another tenant. Method: queues filled by hand.
 """
 
-from serving.kv.eviction import EvictionQueue
-from serving.kv.store import Name
+from serving.kv.eviction import EvictionQueue, LimitedTier, TenantLimits
+from serving.kv.store import Name, tenant_id
+from tests.serving.kv.test_orbax_tier import name as payload_name
+from tests.serving.kv.test_orbax_tier import payload
+from tests.serving.kv.test_segment_tier import MemorySegments, tier_of
 
 A, B = b"a", b"b"
 
@@ -96,3 +99,27 @@ def test_time_to_live() -> None:
     queue.pin(name(0))
     assert queue.expired(12) == [name(1)]
     assert filled().expired(10**9) == [] and not filled().is_expired(name(0), 10**9)
+
+
+def test_a_tenant_may_have_limits_of_its_own() -> None:
+    queue = filled(ttl_s=100)
+    queue.limit(A, TenantLimits(20, 10))
+    assert queue.fits(10, B) and not queue.fits(1, A)
+    assert queue.victim(1, A) == name(1)
+    # Older than ten seconds are those of A alone.
+    assert queue.expired(50) == [name(1), name(3)] and queue.has_ttl
+    assert queue.is_expired(name(1), 50) and not queue.is_expired(name(0), 50)
+    # And a tenant may be kept without any.
+    queue.limit(B, TenantLimits())
+    assert queue.expired(10**9) == [name(1), name(3)]
+
+
+def test_tiers_take_such_limits() -> None:
+    first, second = tenant_id("a"), tenant_id("b")
+    segments = tier_of(MemorySegments())
+    assert isinstance(segments, LimitedTier)
+    segments.limit(first, TenantLimits(700))
+    segments.write([payload(1, tenant=first)])
+    segments.write([payload(2, tenant=first)])
+    segments.write([payload(3, tenant=second), payload(4, tenant=second)])
+    assert segments.contains([payload_name(n) for n in range(1, 5)]) == [False, True, True, True]
