@@ -332,9 +332,14 @@ class ClusterOptions:
         places = {ROUTER_NAME: self.router} | {n: o.address for n, o in self.nodes.items()}
         seen: dict[str, str] = {}
         for name, address in places.items():
+            where = f"nodes.{name}.address"
+            is_one_machine = "//*" not in address and "//0.0.0.0" not in address
+            check(
+                is_one_machine, where, address, "one that other machines can use, not all of them"
+            )
             other = seen.setdefault(address, name)
             is_own = not address or other == name
-            check(is_own, f"nodes.{name}.address", address, f"another one than that of {other}")
+            check(is_own, where, address, f"another one than that of {other}")
 
     @property
     def is_on(self) -> bool:

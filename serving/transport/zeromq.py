@@ -12,6 +12,8 @@ waits for an answer has a timer.
 import asyncio
 import contextlib
 import logging
+import socket
+import urllib.parse
 from typing import Any
 
 import zmq
@@ -32,12 +34,24 @@ _MESSAGE_BYTES_MAX = 1 << 31
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 1000
 
 
+def _numeric(address: str) -> str:
+    """An address to listen at: sockets listen at numbers, and are reached by names."""
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname:
+        return address
+    try:
+        found = socket.getaddrinfo(parts.hostname, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return address  # Refused by whoever binds it.
+    return f"tcp://{found[0][4][0]}:{parts.netloc.rpartition(':')[2]}"
+
+
 class ZeroMQNetwork:
     """The way from this process to others, on the current event loop.
 
     Args:
-        address: where to listen, such as `ipc:///path` or `tcp://127.0.0.1:0`; `address` holds
-            the port that was found.
+        address: where to listen and to be reached, such as `ipc:///path`, `tcp://name:7000` or
+            `tcp://127.0.0.1:0`; `address` holds the port that was found.
         key: what the others must have, too; None listens to everybody.
         deliver: called with (source, destination, message) for what comes in.
 
@@ -71,11 +85,12 @@ class ZeroMQNetwork:
             self._prepare(self._socket)
             if key is not None:
                 key.listen(self._socket)
-            self._socket.bind(address)
+            self._socket.bind(_numeric(address))
         except zmq.ZMQError:
             self.close()
             raise
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        is_found = address.startswith("tcp://") and address.endswith((":0", ":*"))
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT) if is_found else address
 
     async def __aenter__(self) -> "ZeroMQNetwork":
         self._receiving = asyncio.get_running_loop().create_task(self._receive())
@@ -137,13 +152,13 @@ class ZeroMQNetwork:
             line.connect(address)
         return line
 
-    def _prepare(self, socket: "zmq.Socket[Any]") -> None:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, self._queue_max)
-        socket.setsockopt(zmq.RCVHWM, self._queue_max)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+    def _prepare(self, made: "zmq.Socket[Any]") -> None:
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.SNDHWM, self._queue_max)
+        made.setsockopt(zmq.RCVHWM, self._queue_max)
+        made.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+        made.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
 
     async def _receive(self) -> None:
         while True:

@@ -109,6 +109,8 @@ def test_clusters_know_where_their_nodes_listen(tmp_path: Path) -> None:
     assert cluster.address_of("p") == f"ipc://{Path('run').resolve()}/p.sock"
     assert cluster.address_of("router") == f"ipc://{Path('run').resolve()}/router.sock"
     assert ServingConfig().cluster.address_of("router") == ""
+    deployed = load_config(CONFIGS_DIR.parent / "deploy" / "cluster.toml").cluster
+    assert deployed.address_of("prefill-1") == "tcp://prefill-1.prefill:7001"
     shipped = load_config(CONFIGS_DIR / "disaggregated.toml").cluster
     assert [node.role for node in shipped.nodes.values()] == ["prefill"] * 2 + ["decode"] * 2
 
@@ -123,6 +125,7 @@ def test_clusters_know_where_their_nodes_listen(tmp_path: Path) -> None:
         ('directory = "run"', "lost_s = 0.7", "lost_s: received 0.7; expected at least 1"),
         ('directory = "run"', "answer_s = 0", "answer_s: received 0"),
         ('directory = "run"', "local_prefill_ms = -1", "local_prefill_ms: received -1"),
+        ('role = "decode"', 'role = "decode"\naddress = "tcp://*:1"', "nodes.d.address: received"),
         (
             'role = "decode"',
             'role = "decode"\naddress = "tcp://h:1"\n[cluster.nodes.e]\nrole = "decode"\n'

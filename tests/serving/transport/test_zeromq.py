@@ -161,6 +161,23 @@ def test_what_is_no_message_is_counted_and_does_no_harm(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_one_is_reached_by_the_name_that_it_listens_at(tmp_path: Path) -> None:
+    async def run() -> None:
+        free = End("tcp://localhost:0")
+        port = free.network.address.rpartition(":")[2]
+        assert int(port) > 0
+        async with free.network:
+            pass
+        a, b = End(f"tcp://localhost:{port}"), End(f"ipc://{tmp_path}/b")
+        assert a.network.address == f"tcp://localhost:{port}"
+        async with a.network, b.network:
+            b.network.connect(A, a.network.address)
+            b.network.send(B, A, abort(1))
+            await wait_for(lambda: a.got == [(B, A, abort(1))])
+
+    asyncio.run(run())
+
+
 def test_an_address_that_is_taken_is_an_error() -> None:
     async def run() -> None:
         a = End("tcp://127.0.0.1:0")
