@@ -161,6 +161,11 @@ class KVOptions:
             check(0 < seconds <= SECONDS_MAX, name, seconds, f"more than 0, to {SECONDS_MAX:g}")
         if self.storage == "disk" and not self.address:
             check(bool(self.directory), "directory", "nothing", "a directory for storage = 'disk'")
+        if self.storage == "mooncake":
+            check(not self.tenant_bytes, "tenant_bytes", self.tenant_bytes, "0 with 'mooncake'")
+        if self.storage in ("memory", "erasure", "mooncake"):
+            expected = f"nothing with {self.storage!r}: its processes need none"
+            check(not self.metadata, "metadata", self.metadata, expected)
         if self.storage == "erasure" and not self.address:
             check(bool(self.erasure.nodes), "erasure.nodes", "none", "at least one storage node")
         if self.storage == "object" and not self.address:

@@ -134,6 +134,7 @@ class ErasureTier:
         places: dict[Name, tuple[str, int]] = {}
         wanted: dict[str, set[int]] = {}
         with self._lock:
+            self._index.chain(names)
             for name in reversed(names):
                 location = self._index.find(name, now_s)
                 if location is None:
@@ -287,7 +288,12 @@ class ErasureTier:
         self._repair.close()
         self._links.close()
 
-    # --- what only this tier does ---
+    # --- what not every tier does ---
+
+    def pin(self, names: Sequence[Name], is_pinned: bool) -> int:
+        """Keep payloads from being evicted, or no longer; how many of them there are."""
+        with self._lock:
+            return self._index.keep(names, is_pinned)
 
     def repair(self) -> int:
         """Make all missing fragments anew that can be made now; how many there were."""

@@ -387,19 +387,19 @@ class Fetcher:
                 for name in names:
                     self._host.forget(name)
 
-                def purge() -> dict[str, int]:
+                def purge() -> dict[str, float | int]:
                     count = 0 if store is None else store.purge(message.tenant)
                     return {"purged": max(count, len(names))}
 
-                self._behind.flush_all(lambda: self._in_background(purge, answer))
+                self._behind.flush_all(lambda: self._answer_with(client, message, purge))
             case "pin" | "unpin" | "warm":
                 self._on_pin(client, message)
             case "verify":
 
-                def verify() -> dict[str, int]:
+                def verify() -> dict[str, float | int]:
                     return {"corrupt": 0 if store is None else len(store.verify())}
 
-                self._in_background(verify, answer)
+                self._answer_with(client, message, verify)
             case "repair" | "drain" | "rejoin":
                 self._on_spares(client, message)
             case _:
@@ -417,16 +417,25 @@ class Fetcher:
             self._send(client, wire.Answer(message.call, error=error))
             return
 
-        def work() -> wire.Answer:
+        def work() -> dict[str, float | int]:
+            if message.what == "repair":
+                return {"repaired": store.repair()}
+            return {"fragments": store.leave(message.node, message.what == "drain")}
+
+        self._answer_with(client, message, work)
+
+    def _answer_with(
+        self, client: bytes, message: wire.Ask, work: Callable[[], dict[str, float | int]]
+    ) -> None:
+        """Answer with what comes of slow work, or with why the storage does not do it."""
+
+        def job() -> wire.Answer:
             try:
-                if message.what == "repair":
-                    return wire.Answer(message.call, {"repaired": store.repair()})
-                num_held = store.leave(message.node, message.what == "drain")
-                return wire.Answer(message.call, {"fragments": num_held})
+                return wire.Answer(message.call, work())
             except StoreError as error:
                 return wire.Answer(message.call, error=str(error))
 
-        self._in_background(work, lambda answer: self._send(client, answer))
+        self._in_background(job, lambda answer: self._send(client, answer))
 
     def _on_pin(self, client: bytes, message: wire.Ask) -> None:
         def answer(result: Pinning) -> None:

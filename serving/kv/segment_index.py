@@ -154,6 +154,16 @@ class SegmentIndex:
             self._held.discard(name)
             self._queue.unpin(name)
 
+    def keep(self, names: Iterable[Name], is_held: bool) -> int:
+        """Hold payloads, or let go of them; how many of them are there."""
+        known = [name for name in names if name in self]
+        for name in known:
+            if is_held:
+                self.hold(name)
+            else:
+                self.let_go(name)
+        return len(known)
+
     def chain(self, names: Sequence[Name]) -> None:
         """Payloads of one prefix, in order: the later ones are to go first."""
         self._queue.chain(names)

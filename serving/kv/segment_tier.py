@@ -235,13 +235,7 @@ class SegmentTier:
     def pin(self, names: Sequence[Name], is_pinned: bool) -> int:
         """Keep payloads from being evicted, or no longer; how many of them there are."""
         with self._lock:
-            known = [name for name in names if name in self._index]
-            for name in known:
-                if is_pinned:
-                    self._index.hold(name)
-                else:
-                    self._index.let_go(name)
-        return len(known)
+            return self._index.keep(names, is_pinned)
 
     def counts(self) -> StoreCounts:
         """What the tier has done and holds; bytes are those of segments."""

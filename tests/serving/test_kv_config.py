@@ -45,3 +45,12 @@ def test_whether_anything_is_kept() -> None:
     nodes = "kv.erasure.nodes.a=ipc://a"
     chosen = override_from_text(ServingConfig(), ["kv.storage=erasure", nodes]).kv
     assert chosen.is_on and chosen.erasure.nodes == {"a": "ipc://a"}
+
+
+def test_what_a_storage_does_not_know_is_refused() -> None:
+    for changes, expected in (
+        (("kv.storage=mooncake", "kv.tenant_bytes=9"), "tenant_bytes: received 9; expected 0 with"),
+        (("kv.storage=memory", "kv.metadata=ipc://m"), "metadata: received ipc://m; expected noth"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            override_from_text(ServingConfig(), changes)

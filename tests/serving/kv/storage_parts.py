@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.erasure_tier import ErasureTier, ErasureTimes
 from serving.kv.fragment_directory import FragmentDirectory
@@ -59,6 +61,24 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
             return
         pause.wait(0.02)
     raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    """A file system of a few bytes at `path`; the test is skipped where that may not be."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def make_read_only(path: Path) -> None:
+    """Let a small disk take nothing more."""
+    subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
 
 
 class Nodes:

@@ -232,6 +232,7 @@ def test_limits_of_bytes_and_tenants(tmp_path: Path) -> None:
         tier.write([payload(9, tenant=OTHER)])
         for number in range(5):
             write(tier, number)
+        assert tier.evicted_age_s.count == tier.counts().num_evicted
         # Five of three fragments are stored of each: three payloads fit.
         assert tier.counts().num_bytes <= 6 * size and tier.counts().num_evicted >= 3
         assert tier.contains(names(4)) == [True]

@@ -22,6 +22,7 @@ from serving.kv.store import (
     layout_id,
     tenant_id,
 )
+from tests.serving.kv.storage_parts import make_read_only, small_disk
 
 A, B = tenant_id("a"), tenant_id("b")
 
@@ -217,3 +218,26 @@ def test_a_segment_that_vanished_is_a_miss(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*/payloads.bin")
     path.unlink()
     assert tier.read([name(1)]) == [None] and stored(tier, range(1, 2)) == [False]
+
+
+def test_a_disk_that_is_really_full_and_then_read_only(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    with small_disk(small, "200k"):
+        tier = opened(small)
+        written: list[int] = []
+        with pytest.raises(StoreError, match="cannot be written"):
+            for number in range(100):
+                tier.write([payload(number, 20_000)])
+                written.append(number)
+        assert 0 < len(written) < 10
+        tier.purge(None)
+        tier.write([payload(50), payload(51)])
+        make_read_only(small)
+        with pytest.raises(StoreError, match="cannot be written"):
+            tier.write([payload(52)])
+        tier.forget([name(50)])
+        for again in (tier, opened(small)):
+            data = again.read([name(51)])[0]
+            assert data is not None and bytes(data) == payload(51)
+            assert stored(again, range(52, 53)) == [False]
+            again.close()

@@ -76,6 +76,18 @@ def test_choice_leaves_out_what_is_stored_and_what_a_tenant_has_no_room_for() ->
     assert set(index) == {name(1)} and index.num_evicted == 1
 
 
+def test_what_is_kept_is_not_evicted() -> None:
+    index = SegmentIndex(400)
+    for number in range(4):
+        index.adopt(str(number), [row(number)], 100)
+    assert index.keep([name(0), name(9)], is_held=True) == 1
+    index.make_room(300)
+    assert set(index) == {name(0)}
+    assert index.keep([name(0)], is_held=False) == 1
+    index.make_room(400)
+    assert len(index) == 0
+
+
 def test_what_is_too_old_is_not_found_and_goes() -> None:
     index = SegmentIndex(10_000, ttl_s=60)
     index.adopt("s", [row(1, written_s=0), row(2, written_s=50)], 200)

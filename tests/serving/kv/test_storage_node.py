@@ -3,7 +3,6 @@
 Method: a node on a thread, and plain sockets.
 """
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import zmq
 
 from serving.kv import storage_wire, wire
 from serving.kv.cluster_key import ClusterKey
-from tests.serving.kv.storage_parts import running_nodes
+from tests.serving.kv.storage_parts import make_read_only, running_nodes, small_disk
 from tests.serving.kv.test_fragment_directory import STRIPE, fragment
 
 KEY = ClusterKey(b"a secret of the cluster")
@@ -136,35 +135,32 @@ def test_nonsense_is_refused(tmp_path: Path) -> None:
 
 def test_a_full_disk_takes_nothing_more_and_keeps_what_it_has(tmp_path: Path) -> None:
     small = tmp_path / "n00"
-    small.mkdir()
-    flags = ["-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
-    if subprocess.run(["mount", *flags], capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a file system")
-    try:
-        with running_nodes(tmp_path, 1) as nodes, client(nodes.addresses["n00"]) as asked:
-            answers = [
-                asked.ask(storage_wire.Put(1, stripe), *fragment(stripe))
-                for stripe in (f"{number:032x}" for number in range(40))
-            ]
-            errors = [answer.error for answer in answers]
-            num_written = errors.index("cannot be written: No space left on device")
-            assert 0 < num_written < 40 and not any(errors[:num_written])
-            listing = asked.ask(storage_wire.List(2, 0, 0))
-            assert len(listing.held) == errors.count(None) == len(nodes.files("n00"))
-            assert asked.ask(storage_wire.Check(3)).numbers == {"corrupt": 0}
-            # Room again, when something goes.
-            dropped = [stripe for stripe, *_ in listing.held[:3]]
-            assert asked.ask(storage_wire.Drop(4, dropped)).numbers == {"dropped": 3}
-            assert asked.ask(storage_wire.Put(5, STRIPE), *fragment()).error is None
-            # Read-only: what is there is served, and nothing else changes.
-            subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-            assert "Read-only" in asked.ask(storage_wire.Put(6, "cd" * 16), *fragment()).error
-            assert asked.ask(storage_wire.Copy(7, STRIPE)) and asked.data[0] == fragment()[0]
-            assert "cannot be removed" in asked.ask(storage_wire.Drop(8, [STRIPE])).error
-            nodes.stop("n00")
-            nodes.start("n00")
-            held = {stripe for stripe, *_ in asked.ask(storage_wire.List(9, 0, 0)).held}
-            assert STRIPE in held and not held & set(dropped)
-            assert "cannot be remembered" in asked.ask(storage_wire.Leave(10, True)).error
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+    with (
+        small_disk(small, "64k"),
+        running_nodes(tmp_path, 1) as nodes,
+        client(nodes.addresses["n00"]) as asked,
+    ):
+        answers = [
+            asked.ask(storage_wire.Put(1, stripe), *fragment(stripe))
+            for stripe in (f"{number:032x}" for number in range(40))
+        ]
+        errors = [answer.error for answer in answers]
+        num_written = errors.index("cannot be written: No space left on device")
+        assert 0 < num_written < 40 and not any(errors[:num_written])
+        listing = asked.ask(storage_wire.List(2, 0, 0))
+        assert len(listing.held) == errors.count(None) == len(nodes.files("n00"))
+        assert asked.ask(storage_wire.Check(3)).numbers == {"corrupt": 0}
+        # Room again, when something goes.
+        dropped = [stripe for stripe, *_ in listing.held[:3]]
+        assert asked.ask(storage_wire.Drop(4, dropped)).numbers == {"dropped": 3}
+        assert asked.ask(storage_wire.Put(5, STRIPE), *fragment()).error is None
+        # Read-only: what is there is served, and nothing else changes.
+        make_read_only(small)
+        assert "Read-only" in asked.ask(storage_wire.Put(6, "cd" * 16), *fragment()).error
+        assert asked.ask(storage_wire.Copy(7, STRIPE)) and asked.data[0] == fragment()[0]
+        assert "cannot be removed" in asked.ask(storage_wire.Drop(8, [STRIPE])).error
+        nodes.stop("n00")
+        nodes.start("n00")
+        held = {stripe for stripe, *_ in asked.ask(storage_wire.List(9, 0, 0)).held}
+        assert STRIPE in held and not held & set(dropped)
+        assert "cannot be remembered" in asked.ask(storage_wire.Leave(10, True)).error
