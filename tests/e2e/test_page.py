@@ -94,6 +94,23 @@ def test_a_long_answer_can_be_stopped(page: Page, service: tuple[RunningService,
     assert page.locator(".turn.error").inner_text() == "Stopped"
 
 
+def test_workers_of_a_cluster_and_the_store(
+    page: Page, service: tuple[RunningService, str]
+) -> None:
+    engine = {"num_prefilling": 1, "num_decoding": 4, "num_waiting": 2}
+    nodes = [
+        {"node": "decode/7", "state": "ready", "status": {"engine": engine}},
+        {"node": "prefill/3", "state": "silent", "status": None},
+    ]
+    page.route("**/cluster", lambda route: route.fulfill(json={"nodes": nodes}))
+    page.route("**/admin/cache", lambda route: route.fulfill(json={"disk_bytes": 4711}))
+    page.reload()
+    give_key(page, service[1])
+    expect(page.locator("#nodes")).to_contain_text("decode/7ready52")
+    expect(page.locator("#nodes")).to_contain_text("prefill/3silent")
+    expect(page.locator("#tiers")).to_contain_text("store: disk bytes4711")
+
+
 def test_how_the_server_is_doing(page: Page, service: tuple[RunningService, str]) -> None:
     give_key(page, service[1])
     ask(page, "Hello", 40, thinking=False)

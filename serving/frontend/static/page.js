@@ -224,12 +224,27 @@ function fill(id, heads, rows) {
   byId(id).replaceChildren(line("th", heads), ...rows.map((cells) => line("td", cells)));
 }
 
-function showNodes({ nodes, engine, tiers }) {
-  fill(
-    "nodes",
-    ["node", "state", "running", "waiting"],
-    nodes.map((node) => [node.name, node.state, node.running, node.waiting]),
-  );
+const absent = new Set();
+
+// What a path tells, null if nothing; one that this server does not have is not asked for again.
+async function told(path) {
+  if (absent.has(path)) return null;
+  const response = await fetch(path, { headers: headers() });
+  if (response.status === 404) absent.add(path);
+  return response.ok ? response.json() : null;
+}
+
+function workerRow({ node, state, status }) {
+  const of = status?.engine;
+  const running = of ? of.num_prefilling + of.num_decoding : "";
+  return [node, state, running, of ? of.num_waiting : ""];
+}
+
+function showNodes({ nodes, engine, tiers }, cluster, store) {
+  fill("nodes", ["node", "state", "running", "waiting"], [
+    ...nodes.map((node) => [node.name, node.state, node.running, node.waiting]),
+    ...(cluster?.nodes || []).map(workerRow),
+  ]);
   const held = engine.num_blocks - engine.num_free_blocks;
   const rows = [
     ["device: held by requests", `${held} of ${engine.num_blocks} blocks`],
@@ -244,6 +259,9 @@ function showNodes({ nodes, engine, tiers }) {
       ["host and disk: fetched", `${tiers.num_fetched_blocks} blocks`],
       ["host and disk: stored", `${tiers.num_stored_blocks} blocks`],
     );
+  }
+  for (const [name, value] of Object.entries(store || {})) {
+    if (typeof value === "number") rows.push([`store: ${name.replaceAll("_", " ")}`, value]);
   }
   fill("tiers", ["where", "how much"], rows);
 }
@@ -276,8 +294,8 @@ async function look() {
       const now = parse(await response.text());
       show(now, performance.now());
       showTenants(now);
-      const status = await fetch("/status", { headers: headers() });
-      if (status.ok) showNodes(await status.json());
+      const status = await told("/status");
+      if (status) showNodes(status, await told("/cluster"), await told("/admin/cache"));
       const ready = await fetch("/ready");
       byId("state").textContent = ready.ok ? "Ready" : await errorOf(ready);
     } else {
