@@ -18,7 +18,7 @@ import pytest
 from serving import LLM, SamplingParams
 from serving.cluster import make_engine
 from serving.config import ServingConfig
-from serving.core.request import Request, TokenLogprob
+from serving.core.request import ConstraintKind, OutputConstraint, Request, TokenLogprob
 from serving.engine.engine import EngineStatus, run_step
 from serving.loading import LoadedModel, load_model
 from sharding.config_file import override
@@ -103,13 +103,17 @@ class Run:
             config.engine, num_blocks=num_blocks or config.engine.num_blocks
         )
         self.engine = make_engine(options, model.facts, random.Random(0))
-        self._executor = model.executor
+        self._executor, self._grammars = model.executor, model.grammars
         self.num_cached = 0
 
     def __call__(self, requests: list[Request]) -> Outputs:
         outputs: Outputs = {request.request_id: ([], []) for request in requests}
         for request in requests:
-            self.engine.admit(request)
+            grammar = None
+            if request.constraint is not None:
+                assert self._grammars is not None
+                grammar = self._grammars.compile(request.constraint)
+            self.engine.admit(request, grammar)
         while self.engine.has_work:
             for delta in run_step(self.engine, self._executor):
                 tokens, logprobs = outputs[delta.request_id]
@@ -174,6 +178,28 @@ def test_drafts_change_no_token_of_greedy_and_sampled_requests(
     # Lengths of what is verified vary with the times of steps, which change nothing else.
     eager = dataclasses.replace(drafting_model.facts, step_ms={})
     assert Run(DRAFTING, dataclasses.replace(drafting_model, facts=eager))(requests) == expected
+
+
+def test_drafts_change_no_token_of_constrained_requests(
+    invariant_model: LoadedModel, drafting_model: LoadedModel
+) -> None:
+    """Drawn with a seed too: a draft is accepted if it is what is drawn under the mask."""
+    patterns = ("[^q]{1,40}", "([a-f]{3}|[0-9]+-)*x", "[ -~]{20}")
+    requests = [
+        Request(
+            f"{pattern} {temperature}",
+            (5, 6, 7),
+            SamplingParams(max_tokens=30, temperature=temperature, seed=7),
+            constraint=OutputConstraint(ConstraintKind.REGEX, pattern),
+        )
+        for pattern in patterns
+        for temperature in (0.0, 1.0)
+    ]
+    expected = alone(INVARIANT, invariant_model, requests)
+    assert len({tuple(tokens) for tokens, _ in expected.values()}) == len(requests)
+    run = Run(DRAFTING, drafting_model)
+    assert run(requests) == expected
+    assert sum(run.status.num_verified) > 0
 
 
 def test_bits_over_http_do_not_depend_on_company(rng: np.random.Generator) -> None:
