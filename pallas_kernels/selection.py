@@ -5,6 +5,7 @@ there is none or where the kernel does not cover the call (`NotImplementedError`
 implementation by name means this one or an exception.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.targets import H200, Architecture, current_target
+from pallas_kernels.targets import H200, Architecture, Target, current_target
 
 Implementation = Literal["auto", "mosaic", "interpret", "reference"]
 """`mosaic` is the kernel on a GPU; `interpret` the same kernel, simulated on a CPU with race
@@ -69,9 +70,7 @@ def run(
         _announce(op, f"the reference runs, since {reason}")
         return reference(*args, **sizes)
     try:
-        # The name stands beside the kernel in compiled programs and in traces.
-        with jax.named_scope(op):
-            result = kernel(*args, target=target, interpret=None, **sizes)
+        result = _program(op, kernel, target, tuple(sizes.items()))(*args)
     except NotImplementedError as reason:
         if implementation == "mosaic":
             raise
@@ -80,6 +79,23 @@ def run(
     assert target is not None
     _announce(op, f"the {target.architecture} kernel runs")
     return result
+
+
+@functools.cache
+def _program(
+    op: str, kernel: Callable[..., Any], target: Target | None, sizes: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    """A kernel as a function of arrays, made once: a model calls it in every layer, and lowering
+    takes far longer than all else that is done to a step before XLA sees it.
+    """
+
+    def program(*args: Any) -> Any:
+        # The name stands beside the kernel in compiled programs and in traces.
+        with jax.named_scope(op):
+            return kernel(*args, target=target, interpret=None, **dict(sizes))
+
+    program.__name__ = op
+    return jax.jit(program)
 
 
 def _announce(op: str, what: str) -> None:
