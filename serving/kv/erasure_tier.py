@@ -171,6 +171,7 @@ class ErasureTier:
         """
         with self._lock:
             self._forget_unreadable(payloads)
+            self._index.expire(self._clock.unix_s())
             rows, parts = self._index.choose(payloads)
             self._drop_removed()
         if not rows:

@@ -174,6 +174,7 @@ class SegmentTier:
             StoreError: they could not be stored; none of them counts as stored.
         """
         with self._lock:
+            self._index.expire(self._clock.unix_s())
             rows, parts = self._index.choose(payloads)
             self._remove_segments()
         if not rows:

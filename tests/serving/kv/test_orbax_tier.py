@@ -185,6 +185,10 @@ def test_time_to_live_counts_from_the_writing_across_restarts(tmp_path: Path) ->
     assert tier.read([name(1)]) == [None]
     tier.expire()
     assert tier.counts().num_payloads == 1 and tier.counts().num_evicted == 1
+    # Writing does so, too: what is never used again does not stay for ever.
+    clock.seconds = 1200
+    tier.write([payload(3, written_s=1200)])
+    assert tier.counts().num_payloads == 1 and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_purge_leaves_no_byte_of_the_tenant(tmp_path: Path) -> None:
