@@ -83,6 +83,27 @@ def test_groups_along_some_axes_and_along_two(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(_on_all(GRID, both.swap, boxes), boxes.swapaxes(0, 1))
 
 
+def test_gpus_exchange_runs_as_long_as_they_are() -> None:
+    """What runs on CPUs is a stand-in, so the program for GPUs is looked at as far as it goes."""
+    both = Group.along(GRID, ["data", "expert"])
+    spec = split_first(both)
+    run = per_device(
+        lambda rows, counts: both.exchange(rows[0], counts, 32, 4)[None],
+        DeviceMesh.of(GRID).mesh,
+        (spec, split_first()),
+        spec,
+    )
+    shapes = jax.ShapeDtypeStruct((8, 32, 16), np.uint8), jax.ShapeDtypeStruct((8, 8), np.int32)
+    texts = {
+        platform: jax.jit(run).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cuda", "cpu")
+    }
+    assert "@ragged_all_to_all" in texts["cuda"]
+    assert "dense<[[0, 1, 2, 3, 4, 5, 6, 7]]>" in texts["cuda"], "all devices exchange at once"
+    assert "stablehlo.all_to_all" not in texts["cuda"]
+    assert "ragged_all_to_all" not in texts["cpu"]
+
+
 def test_one_device_needs_nobody() -> None:
     group = Group.along(MeshPlan({"data": 1, "expert": 1}), ["data", "expert"])
     assert group == Group()
