@@ -10,7 +10,6 @@ for the KV tiers. What is wrong with the input is one line on stderr and exit co
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import os
 import random
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving.config import ROUTER_NAME, WORKER_ROLES, KVOptions, ServingConfig, load_config
+from serving.config import ROUTER_NAME, WORKER_ROLES, ServingConfig, load_config
 from serving.frontend.arguments import COMMANDS, add_config, make_parser
 from serving.kv_commands import (
     add_commands,
@@ -166,10 +165,11 @@ def _generate(config: ServingConfig, options: argparse.Namespace) -> int:
     try:
         rows = read_rows(options.prompts)
         _check_writable(options.out, options.prompts)
-        # Offline prompts run without the service, and so without the process that keeps prefixes.
-        config = dataclasses.replace(config, kv=KVOptions())
-        llm = LLM.of_model(config, _load(config))
-        outputs = llm.generate_rows(rows, source=str(options.prompts), progress=True)
+        with cache_process(config.kv, config.cluster, options) as cache:
+            model = _load(config)
+            with cache_link(config.kv, config.cluster, model.facts.kv_form, cache, _say) as link:
+                llm = LLM.of_model(config, model, link)
+                outputs = llm.generate_rows(rows, source=str(options.prompts), progress=True)
     except RowError as error:
         raise ConfigError(str(error)) from None
     try:

@@ -224,7 +224,7 @@ def build(
         ns_of_s(config.engine.grammar_timeout_s),
         environment.profiler,
         environment.programs,
-        None if environment.cache is None else _offload_limits(config.kv),
+        None if environment.cache is None else offload_limits(config.kv),
     )
     caches = {} if environment.cache is None else {MESH_WORKER: environment.cache}
     return Cluster([worker, frontend], {MESH_WORKER: environment.executor}, caches)
@@ -283,7 +283,7 @@ def build_member(
         grammar_timeout_ns=ns_of_s(config.engine.grammar_timeout_s),
         profiler=environment.profiler,
         programs=environment.programs,
-        offload=None if environment.cache is None else _offload_limits(config.kv),
+        offload=None if environment.cache is None else offload_limits(config.kv),
     )
 
 
@@ -313,7 +313,8 @@ def build_router(
     )
 
 
-def _offload_limits(options: KVOptions) -> OffloadLimits:
+def offload_limits(options: KVOptions) -> OffloadLimits:
+    """How far a worker goes with the tiers that the options describe."""
     return OffloadLimits(
         wait_ns=ns_of_s(options.wait_s),
         retry_ns=ns_of_s(options.retry_s),

@@ -13,8 +13,10 @@ with a smaller `priority` is generated first. A row with `n` has that many outpu
 another, each on a line of its own.
 """
 
+import contextlib
 import operator
 import random
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,8 +27,9 @@ import msgspec
 import numpy as np
 from tqdm import tqdm
 
-from serving.cluster import make_engine
+from serving.cluster import make_engine, offload_limits
 from serving.config import COUNT_MAX, ServingConfig, load_config
+from serving.core.admission import check_request
 from serving.core.forking import fork
 from serving.core.grammar import Grammar
 from serving.core.request import (
@@ -38,7 +41,6 @@ from serving.core.request import (
     TokenDelta,
     TokenLogprob,
 )
-from serving.engine.engine import run_step
 from serving.engine.step_times import TimedExecutor
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
@@ -48,7 +50,9 @@ from serving.frontend.images import (
     check_image_parts,
     refuse_placeholders,
 )
+from serving.kv.offload import CachePort
 from serving.loading import LoadedModel, load_model
+from serving.offline_tiers import OfflineTiers, open_link, run_requests
 from serving.transport.driver import SystemClock
 from sharding.config_file import override
 
@@ -119,25 +123,55 @@ class LLM:
         config: str | Path | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        self._open = contextlib.ExitStack()
         flags = {"model.path": model and str(model), "model.cache_format": cache_format}
         changes = dict(options or {}) | {k: v for k, v in flags.items() if v is not None}
         used = override(load_config(config), changes, source="LLM")
-        self._set_up(used, load_model(used, lambda line: None))
+        loaded = load_model(used, lambda line: None)
+        cache = None
+        if used.kv.is_on:
+            assert loaded.facts.kv_form is not None, "loaded without transfers"
+            cache = self._open.enter_context(open_link(used.kv, used.cluster, loaded.facts.kv_form))
+            # What was computed is written when the process ends, if nobody closes before.
+            weakref.finalize(self, self._open.close)
+        self._set_up(used, loaded, cache)
 
     @classmethod
-    def of_model(cls, config: ServingConfig, model: LoadedModel) -> "LLM":
-        """An LLM around a model that is already loaded with `config`."""
+    def of_model(
+        cls, config: ServingConfig, model: LoadedModel, cache: CachePort | None = None
+    ) -> "LLM":
+        """An LLM around a model that is already loaded with `config`.
+
+        `cache` is the way to the KV tiers; None keeps nothing beyond the device.
+        """
         llm = cls.__new__(cls)
-        llm._set_up(config, model)
+        llm._open = contextlib.ExitStack()
+        llm._set_up(config, model, cache)
         return llm
 
-    def _set_up(self, config: ServingConfig, model: LoadedModel) -> None:
+    def close(self) -> None:
+        """Let go of the KV tiers; what is on its way there is written. It generates no more."""
+        self._open.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _set_up(
+        self, config: ServingConfig, model: LoadedModel, cache: CachePort | None = None
+    ) -> None:
         self._model = model
         self._context_max = config.engine.max_context
         self._images = ImageReader(model.facts.images, config.images)
         self._executor = TimedExecutor(model.executor, SystemClock().now_ns)
         options = replace(config.engine, waiting_max=_WAITING_MAX)
         self._engine = make_engine(options, model.facts, random.Random())
+        self._tiers: OfflineTiers | None = None
+        if cache is not None:
+            limits, clock = offload_limits(config.kv), SystemClock()
+            self._tiers = OfflineTiers(self._engine, self._executor, cache, limits, clock)
 
     def generate(
         self,
@@ -299,23 +333,25 @@ class LLM:
         self, requests: Sequence[Request], names: Sequence[str], progress: bool
     ) -> list[Output]:
         """Runs all requests to their ends. `names` say in errors which one is meant."""
-        engine = self._engine
+        engine, tiers = self._engine, self._tiers
+        checked: list[tuple[Request, Grammar | None]] = []
         for request, name in zip(requests, names, strict=True):
             try:
-                engine.admit(request, self._grammar_of(request))
+                check_request(request, engine.limits, engine.buckets)
+                checked.append((request, self._grammar_of(request)))
             except RequestError as error:
-                engine.fail()
                 raise RequestError(f"{name}: {error}", error.param) from None
         collected = {request.request_id: _Collected(request) for request in requests}
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
-                while engine.has_work:
-                    for delta in run_step(engine, self._executor):
-                        collected[delta.request_id].add(delta)
-                        bar.update(delta.finish_reason is not None)
+                for delta in run_requests(engine, self._executor, checked, tiers):
+                    collected[delta.request_id].add(delta)
+                    bar.update(delta.finish_reason is not None)
             finally:
                 # Of effect only when a step raised: the next call must not meet old requests.
                 engine.fail()
+                if tiers is not None:
+                    tiers.drop()
         return [self._output(collected[request.request_id]) for request in requests]
 
     def _grammar_of(self, request: Request) -> Grammar | None:

@@ -180,25 +180,35 @@ class CacheLink:
     ) -> StagedPrefix:
         arena = self._arena(message.arena, message.arena_size)
         keys, form = call.keys[: message.num_blocks], self._form
-        if len(message.blocks) != len(keys) - call.first or (
-            call.has_state and message.state is None
-        ):
-            raise ValueError(f"{len(message.blocks)} places for {len(keys) - call.first} blocks")
+        # Blocks that are present may reach further than the last state.
+        first = min(call.first, len(keys))
+        if len(message.blocks) != len(keys) - first or (call.has_state and message.state is None):
+            raise ValueError(f"{len(message.blocks)} places for {len(keys) - first} blocks")
         size = HEADER_SIZE + sum(form.group_bytes)
         blocks = np.empty((len(message.blocks), size), np.uint8)
-        for row, span, key in zip(blocks, message.blocks, keys[call.first :], strict=True):
-            self._take(arena, span, Name(PayloadKind.BLOCK, key), row, corrupt)
+        names = [Name(PayloadKind.BLOCK, key) for key in keys[first:]]
+        wanted = list(zip(names, message.blocks, blocks, strict=True))
         state = None
         if message.state is not None:
-            payload = np.empty(HEADER_SIZE + form.state_bytes, np.uint8)
-            self._take(arena, message.state, Name(PayloadKind.STATE, keys[-1]), payload, corrupt)
-            state = payload[HEADER_SIZE:]
+            state = np.empty(HEADER_SIZE + form.state_bytes, np.uint8)
+            wanted.append((Name(PayloadKind.STATE, keys[-1]), message.state, state))
+        problems: list[CorruptPayloadError] = []
+        for name, span, target in wanted:
+            try:
+                self._take(arena, span, name, target)
+            except CorruptPayloadError as problem:
+                # All that is damaged is to be forgotten, not one payload at each try.
+                problems.append(problem)
+                corrupt.append((int(name.kind), name.key))
+        if problems:
+            raise problems[0]
         groups: list[np.ndarray] = []
         start = HEADER_SIZE
         for group_bytes in form.group_bytes:
             groups.append(blocks[:, start : start + group_bytes])
             start += group_bytes
-        return StagedPrefix(keys, call.first, tuple(groups), state)
+        body = None if state is None else state[HEADER_SIZE:]
+        return StagedPrefix(keys, first, tuple(groups), body)
 
     def _take(
         self,
@@ -206,21 +216,16 @@ class CacheLink:
         span: wire.Span,
         name: Name,
         target: np.ndarray,
-        corrupt: list[tuple[int, bytes]],
     ) -> None:
+        """Copy a payload and check the copy."""
         place = Place(*span)
         source = arena.payload(place)
         if len(source) != len(target):
-            corrupt.append((int(name.kind), name.key))
             raise CorruptPayloadError(f"{name} has {len(source)} bytes; expected {len(target)}")
         target[:] = np.frombuffer(source, np.uint8)
         source.release()
         arena.check(place)
-        try:
-            decode(target.data, name, self._form.layout)
-        except CorruptPayloadError:
-            corrupt.append((int(name.kind), name.key))
-            raise
+        decode(target.data, name, self._form.layout)
 
     def _fill(self, call: StorePrefix, message: wire.Reserved) -> None:
         """Write payloads into the places that were reserved for them."""

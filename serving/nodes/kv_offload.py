@@ -132,6 +132,11 @@ class KVOffload:
             self._offers[offer.offer_id] = offer
             self._outbox.ask_cache(offer)
 
+    @property
+    def num_offers(self) -> int:
+        """Offers that are open, and prefixes that are being read from the device."""
+        return len(self._offers) + len(self._reading)
+
     def status(self) -> OffloadStatus:
         """Counts for metrics."""
         return OffloadStatus(

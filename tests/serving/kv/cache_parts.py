@@ -222,6 +222,7 @@ def running(
     options: FetcherOptions = AT_ONCE,
     has_store: bool = True,
     clock: Clock | None = None,
+    form: PayloadForm = FORM,
 ) -> Iterator[Cache]:
     """A cache in threads of this process."""
     store = MemoryStore() if store is None else store
@@ -230,7 +231,7 @@ def running(
     fetcher = Fetcher(address, arena, store if has_store else None, clock or SystemClock(), options)
     thread = threading.Thread(target=fetcher.run)
     thread.start()
-    link = CacheLink(address, FORM, SystemClock())
+    link = CacheLink(address, form, SystemClock())
     link.start()
     try:
         yield Cache(fetcher, link, store)

@@ -8,6 +8,7 @@ waits on demand.
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
@@ -79,6 +80,17 @@ def test_a_prefix_ends_where_a_state_is(tmp_path: Path) -> None:
         check_prefix(cache.fetch(keys), keys[:3])
         assert cache.fetch(keys, first=3, num_usable=3).prefix is None
         cache.store.forget([Name(PayloadKind.BLOCK, keys[1])])
+        at_rest(cache)
+
+
+def test_a_state_is_fetched_for_blocks_that_are_present(tmp_path: Path) -> None:
+    keys = keys_of(6)
+    with running(tmp_path) as cache:
+        cache.put(keys[:3])
+        reply = cache.fetch(keys, first=5, num_usable=2)
+        assert reply.prefix is not None and reply.prefix.first == 3
+        assert [len(group) for group in reply.prefix.groups] == [0, 0]
+        np.testing.assert_array_equal(reply.prefix.state, state_bytes(keys[2]))
         at_rest(cache)
 
 
