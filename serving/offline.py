@@ -41,6 +41,7 @@ from serving.core.request import (
     TokenDelta,
     TokenLogprob,
 )
+from serving.engine.engine import Engine
 from serving.engine.step_times import TimedExecutor
 from serving.frontend import fields
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
@@ -170,6 +171,7 @@ class LLM:
         self._engine = make_engine(options, model.facts, random.Random())
         self._tiers: OfflineTiers | None = None
         if cache is not None:
+            assert isinstance(self._engine, Engine), "blocks of several ranks do not move"
             limits, clock = offload_limits(config.kv), SystemClock()
             self._tiers = OfflineTiers(self._engine, self._executor, cache, limits, clock)
 

@@ -21,6 +21,7 @@ from serving.core.request import Request, TokenDelta
 from serving.core.step_plan import StepPlan
 from serving.engine.engine import Engine, Executor, run_step
 from serving.engine.kv_moves import TransferExecutor
+from serving.engine.mesh_engine import MeshEngine
 from serving.kv.link import CacheLink
 from serving.kv.offload import CachePort, CacheReply, OffloadLimits, OffloadStatus
 from serving.kv.store import PayloadForm
@@ -166,7 +167,10 @@ class OfflineTiers:
 
 
 def run_requests(
-    engine: Engine, executor: Executor, requests: Sequence[Waiting], tiers: OfflineTiers | None
+    engine: Engine | MeshEngine,
+    executor: Executor,
+    requests: Sequence[Waiting],
+    tiers: OfflineTiers | None,
 ) -> Iterator[TokenDelta]:
     """Run checked requests to their ends, each with its stored prefix where there are tiers."""
     if tiers is None:

@@ -150,7 +150,9 @@ class Bench:
         )
 
     def _engine(self) -> Engine:
-        return make_engine(self._config.engine, self._model.facts, random.Random(1))
+        engine = make_engine(self._config.engine, self._model.facts, random.Random(1))
+        assert isinstance(engine, Engine)
+        return engine
 
     def _store(self, request: Request) -> None:
         """Compute the stored share of a prompt, and hand it to the cache."""

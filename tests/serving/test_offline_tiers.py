@@ -214,14 +214,14 @@ def spoil(store: MemoryStore, change: Callable[[bytes], bytes]) -> None:
 
 def of_another_layout(data: bytes) -> bytes:
     """A whole and undamaged payload under the same key."""
-    header = dataclasses.replace(read_header(data), layout=layout_id(b"another"))
+    header = read_header(data)._replace(layout=layout_id(b"another"))
     return bytes(encode(header, [data[HEADER_SIZE:]]))
 
 
 def of_another_key(data: bytes) -> bytes:
     header = read_header(data)
     name = Name(header.name.kind, bytes(16))
-    return bytes(encode(dataclasses.replace(header, name=name), [data[HEADER_SIZE:]]))
+    return bytes(encode(header._replace(name=name), [data[HEADER_SIZE:]]))
 
 
 def shorter(data: bytes) -> bytes:
