@@ -20,7 +20,9 @@ ARRAYS_ONLY = {"sharding", "pallas_kernels"}
 SERVING_ORDER = (
     ("__main__",),
     ("kv_commands", "mesh_planner"),
-    ("offline", "simulate", "kv_process", "metadata_process", "router_process", "supervisor"),
+    ("offline", "simulate"),
+    ("offline_tiers",),
+    ("kv_process", "metadata_process", "router_process", "supervisor"),
     ("http_service", "node_process", "planner"),
     ("loading", "kv_storage"),
     ("cluster",),
