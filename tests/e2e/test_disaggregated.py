@@ -1,8 +1,9 @@
 """Goal: with the real model, a prompt that one process computes and another goes on with gives the
 tokens of a single process: short and in chunks, with a cached prefix, in company, drawn with a
-seed, with a grammar, and with penalties; also when the process that generates is killed.
+seed, with a grammar, and with penalties; also when the process that generates is killed. What one
+prefill worker has computed is stored, and found by others when it is gone.
 
-Method: `python -m serving` with a cluster of one prefill and two decode workers around the golden
+Method: `python -m serving` with a cluster of two prefill and two decode workers around the golden
 checkpoint; the expected tokens are those of an engine in this process.
 """
 
@@ -39,10 +40,14 @@ num_blocks = 65
 prefill_tokens = [64]
 decode_rows = [8]
 [kv]
+storage = "memory"
+host_bytes = 67108864
 model_revision = "golden"
 [cluster]
 directory = "{folder}"
 [cluster.nodes.p0]
+role = "prefill"
+[cluster.nodes.p1]
 role = "prefill"
 [cluster.nodes.d0]
 role = "decode"
@@ -73,7 +78,7 @@ class Server:
 
         try:
             self.url: str = wait_for(url, "a start", 280)
-            wait_for(lambda: len(self.nodes()) == 3, "three workers", 100)
+            wait_for(lambda: len(self.nodes()) == 4, "four workers", 200)
         except AssertionError as error:
             self.stop()
             raise AssertionError("\n".join(self.lines)) from error
@@ -174,3 +179,24 @@ def test_a_decode_worker_that_is_killed_is_not_noticed(server: Server, llm: LLM)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert text_of(answer) == expected(llm, prompt, 200)
     assert json.loads(httpx.get(f"{server.url}/cluster").text)["num_restarted"] >= 1
+
+
+def test_prompts_of_a_prefill_worker_that_is_gone_are_still_cached(server: Server) -> None:
+    prompt = prompt_of(400, 50)
+
+    def stored() -> dict[int, int]:
+        nodes = [node for node in server.nodes() if node["node"].startswith("prefill")]
+        return {n["pid"]: n["status"]["offload"]["num_stored_blocks"] for n in nodes}
+
+    before = stored()
+    first = server.complete(prompt, 16)
+
+    def has_stored() -> list[int]:
+        return [pid for pid, count in stored().items() if count >= before.get(pid, 0) + 3]
+
+    (pid,) = wait_for(has_stored, "blocks in shared memory")
+    subprocess.run(["kill", f"-{signal.SIGKILL}", str(pid)], check=True)
+    again = server.complete(prompt, 16)
+    assert text_of(again) == text_of(first)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
