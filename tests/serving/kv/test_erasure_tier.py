@@ -70,7 +70,9 @@ def test_two_tiers_on_the_same_nodes_find_what_the_other_has_written(tmp_path: P
         check_payloads(other.read(names(1)), [1])
         other.purge(None)
         wait_until(lambda: one.contains(names(1)) == [False], "its end is heard of")
-        assert sum(len(nodes.files(node)) for node in nodes.addresses) == 0
+        wait_until(
+            lambda: not any(nodes.files(node) for node in nodes.addresses), "every node forgets it"
+        )
 
 
 @pytest.mark.parametrize("num_lost", [1, 2, 3])
