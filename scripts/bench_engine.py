@@ -158,6 +158,7 @@ def measure(
     """Median seconds of a raw and of an engine decode step, and the median of their quotients."""
     executor: Any = model.executor
     engine = make_engine(config.engine, model.facts, random.Random(0))
+    assert isinstance(engine, Engine)
     rng = np.random.default_rng(0)
     # One step more before and after each round, so that every timed step decodes all rows.
     num_tokens = (num_rounds + 1) * (num_steps + 2)

@@ -59,7 +59,8 @@ class Side:
                     self.device.move(transfer)
                     # What comes next may write where the context was.
                     self.engine.admit(make_request("next", prompt_of(30, 9)))
-                    self.step(), self.step()
+                    self.step()
+                    self.step()
                     read = self.device.collect_read()
                     self.engine.abort("next")
                     num_tokens = len(request.prompt_token_ids) + len(request.resumed_token_ids)

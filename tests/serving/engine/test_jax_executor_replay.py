@@ -150,8 +150,8 @@ def test_blocks_without_states_are_gone_on_from(
     entries = [np.asarray(jax.tree.leaves(s.entries)[0]) for s in executor.cache.sources]
     # Only the blocks stay.
     prefixes = engine._table.prefixes
-    for key in list(prefixes._used_slots.values()):
-        prefixes.drop_unused_snapshot(key)
+    for slot in list(prefixes._used_slots):
+        prefixes.drop_unused_snapshot(prefixes._slot_keys[slot])
     assert run(engine, executor, [prompts[1]]) == ([cold[1]], [128 - num_replayed])
     np.testing.assert_allclose(snapshot_of(engine, executor), state, rtol=0, atol=1e-4)
     # The block that others share was read and not written.
@@ -163,8 +163,9 @@ def test_blocks_without_states_are_gone_on_from(
     short = replace(COMPACT, num_replayed=8)
     other = make_engine(executor, short, NUM_SNAPSHOTS)
     run(other, executor, [prompts[1]])
-    for key in list(other._table.prefixes._used_slots.values()):
-        other._table.prefixes.drop_unused_snapshot(key)
+    prefixes = other._table.prefixes
+    for slot in list(prefixes._used_slots):
+        prefixes.drop_unused_snapshot(prefixes._slot_keys[slot])
     assert run(other, executor, [prompts[1]])[1] == [128 - 8]
     assert np.abs(snapshot_of(other, executor) - state).max() > 1e-3
 

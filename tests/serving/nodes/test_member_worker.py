@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from serving.core.request import FinishReason
+from serving.engine.engine import Engine
 from serving.nodes import messages
 from serving.nodes.messages import RefusalReason
 from tests.serving.engine.simulated_device import expected_tokens
@@ -39,7 +40,9 @@ def test_a_prompt_that_is_refused_leaves_nothing() -> None:
     fleet.give(ROUTER, fleet.prefill[0], messages.Prefill(request, fleet.decode[0]))
     refused = [m for _, _, m in fleet.sent if isinstance(m, messages.Refused)]
     assert refused[0].reason is RefusalReason.INVALID and "99" in refused[0].detail
-    assert not fleet.worker(fleet.prefill[0])._engine.hand_offs._watched
+    engine = fleet.worker(fleet.prefill[0])._engine
+    assert isinstance(engine, Engine)
+    assert not engine.hand_offs._watched
     fleet.check_at_rest()
 
 

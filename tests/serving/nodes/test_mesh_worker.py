@@ -17,6 +17,7 @@ from serving.core.request import (
     SamplingParams,
 )
 from serving.core.step_plan import StepPlan
+from serving.engine.engine import Engine
 from serving.nodes import messages
 from serving.nodes.mesh_worker import COMPILING_MAX, MeshWorker
 from serving.nodes.messages import Message, RefusalReason
@@ -236,7 +237,9 @@ def test_requests_of_one_constraint_wait_for_one_grammar() -> None:
     assert give(worker, messages.Abort("b")) == []
     effects = give(worker, messages.Computed(job.key, job.job()), WORKER)
     assert sent(effects) == [messages.Admitted("a"), messages.Admitted("c")]
-    states = [worker._engine._sequences[name].controls for name in ("a", "c")]
+    engine = worker._engine
+    assert isinstance(engine, Engine)
+    states = [engine._sequences[name].controls for name in ("a", "c")]
     assert all(state is not None and state.grammar is not None for state in states)
     job = compute_of(give(worker, messages.Submit(constrained("d"))))
     assert give(worker, messages.Submit(constrained("e"))) == []
