@@ -15,20 +15,26 @@ Four parts, each with two things in turn on the same machine in one run, and one
   `host_ms_256` and `host_ms_1024`.
 
 A quotient is the median over alternating rounds of the quotients of their times, so a machine whose
-speed drifts shifts both.
+speed drifts shifts both. `--json FILE` is written after each part, beside it a table with the
+ending `.md`; figures of parts that did not run stay as the file had them.
 
     python scripts/bench_engine.py [--model DIR] [--parts P ...] [--rounds N] [--json FILE]
 """
 
 import argparse
+import functools
 import json
+import os
+import platform
 import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,7 +46,7 @@ from scripts.bench_pairs import Way, speed_ratio
 from scripts.tiny_model.evaluation import make_cases
 from scripts.tiny_model.prompts import Codec
 from serving.cluster import make_engine
-from serving.config import ServingConfig, load_config
+from serving.config import DEFAULT_MODEL_DIR, ServingConfig, load_config
 from serving.core.buckets import StepKind
 from serving.core.request import Request, SamplingParams
 from serving.core.step_plan import StepPlan
@@ -48,44 +54,96 @@ from serving.engine import packing
 from serving.engine.engine import Engine, run_step
 from serving.engine.jax_executor import JaxExecutor
 from serving.loading import LoadedModel, load_model
-from sharding.config_file import override
+from sharding.config_file import ConfigError, override
 
 BATCH_SIZES = (1, 8, 32)
 PROMPT_TOKENS = 32
 HOST_STEPS = 300
 PARTS = ("raw", "drafts", "invariance", "grammar", "host")
-DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "deepinfer_jax" / "checkpoints" / "small-v41"
 
 Figures = dict[str, float]
 
 
-def main() -> None:
-    """Measures, prints tables and writes the figures."""
+def main() -> int:
+    """Measures, prints tables and writes the figures; 2 for input that cannot be used."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="checkpoint directory")
+    parser.add_argument(
+        "--model", type=Path, default=DEFAULT_MODEL_DIR, help="checkpoint directory"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--steps", type=int, default=40, help="decode steps in a round of raw")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each kind")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures there, and a table beside it")
     args = parser.parse_args()
+    try:
+        measure_parts(args)
+    except ConfigError as error:
+        print(f"bench_engine: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure_parts(args: argparse.Namespace) -> None:
+    """Runs the parts asked for and writes what is known after each.
+
+    Raises:
+        ConfigError: the checkpoint or the file of figures cannot be used.
+    """
+    if not args.model.is_dir():
+        raise ConfigError(f"{args.model}: no such directory; expected a checkpoint directory")
     config = override(load_config(), {"model.path": str(args.model)}, source="--model")
-    figures: Figures = {}
-    if {"raw", "drafts", "invariance"} & set(args.parts):
-        plain = load(config)
-    if "raw" in args.parts:
-        figures |= measure_raw(plain, args.steps, args.rounds)
-    if "drafts" in args.parts:
-        figures |= measure_drafts(plain, args.rounds)
-    if "invariance" in args.parts:
-        figures |= measure_invariance(plain, args.rounds)
-    if "grammar" in args.parts:
-        figures |= bench_grammar.grammar_figures(args.model)
-    if "host" in args.parts:
-        figures |= bench_host.host_figures(HOST_STEPS)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = read_figures(args.json) if args.json else {}
+    plain = functools.cache(lambda: load(config))
+    parts: dict[str, Callable[[], Figures]] = {
+        "raw": lambda: measure_raw(plain(), args.steps, args.rounds),
+        "drafts": lambda: measure_drafts(plain(), args.rounds),
+        "invariance": lambda: measure_invariance(plain(), args.rounds),
+        "grammar": lambda: bench_grammar.grammar_figures(args.model),
+        "host": lambda: bench_host.host_figures(HOST_STEPS),
+    }
+    for part in PARTS:
+        if part in args.parts:
+            figures |= parts[part]()
+            if args.json:
+                write_figures(args.json, figures, args.model.name)
+
+
+def read_figures(path: Path) -> Figures:
+    """What an earlier run wrote, nothing if there is no such file.
+
+    Raises:
+        ConfigError: it is no file of figures, or nothing can be written there.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path.parent}: no such directory; --json is to be written there")
+    if not path.exists():
+        return {}
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(figures, dict):
+        raise ConfigError(f"{path}: is not an object of figures; expected another --json")
+    return figures
+
+
+def write_figures(path: Path, figures: Figures, model_name: str) -> None:
+    """Writes the figures as JSON and, with the ending `.md`, as a table."""
+    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    lines = [
+        "# Engine: what it adds to the compiled steps, and what its options are worth",
+        "",
+        f"`python scripts/bench_engine.py`, last on {os.cpu_count()} cores ({platform.machine()}), "
+        f"{jax.default_backend()}, jax {jax.__version__},",
+        f"checkpoint `{model_name}`. Its docstring says what each figure is.",
+        "",
+        "| figure | value |",
+        "| :-- | --: |",
+        *(f"| `{name}` | {value:.3f} |" for name, value in figures.items()),
+    ]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def load(config: ServingConfig, **options: bool) -> Way:
@@ -223,4 +281,4 @@ def _time_engine(engine: Engine, executor: JaxExecutor, num_steps: int) -> float
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

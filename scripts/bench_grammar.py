@@ -5,7 +5,7 @@ token by token through `serving.core.grammar`, with the vocabulary of a checkpoi
 does for one sequence without drafts. The first walk of a grammar finds out what later ones reuse,
 so both are shown; the figure is the median of later walks over all texts.
 
-    python scripts/bench_grammar.py [--model DIR] [--vocab-size N] [--rounds N] [--json FILE]
+    python scripts/bench_grammar.py [--model DIR] [--rounds N] [--json FILE]
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from deepinfer_jax.config import ModelConfig
 from serving.config import DEFAULT_MODEL_DIR
 from serving.core.grammar import Grammar, GrammarCompiler, mask_words
 from serving.core.request import ConstraintKind, OutputConstraint
@@ -48,19 +49,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", type=Path, default=DEFAULT_MODEL_DIR, help="has a tokenizer.json"
+        "--model", type=Path, default=DEFAULT_MODEL_DIR, help="checkpoint directory"
     )
-    parser.add_argument("--vocab-size", type=int, default=320, help="number of its logits")
     parser.add_argument("--rounds", type=int, default=20, help="walks of each text")
     parser.add_argument("--json", type=Path, help="write the figure there")
     args = parser.parse_args()
-    figures = grammar_figures(args.model, args.vocab_size, args.rounds)
+    figures = grammar_figures(args.model, args.rounds)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def grammar_figures(model: Path, vocab_size: int = 320, num_rounds: int = 20) -> dict[str, float]:
-    """Prints a table; the figure is `grammar_us_per_token`."""
+def grammar_figures(model: Path, num_rounds: int = 20) -> dict[str, float]:
+    """Prints a table; the figure is `grammar_us_per_token`. Masks are as wide as the logits."""
+    vocab_size = ModelConfig.from_hf(model).vocab_size
     description = (model / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(description)
     compiler = GrammarCompiler(description, vocab_size, eos_token_id=1)
