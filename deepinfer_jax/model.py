@@ -116,7 +116,7 @@ def forward(
     passage, cache = run_layers(
         model, weights, cache, batch, passage, layers, probe, engram_rows, replay
     )
-    return leave(model, weights, cache, batch, passage, replay)
+    return leave(model, weights, cache, batch, passage, probe, replay)
 
 
 def enter(
@@ -207,12 +207,13 @@ def leave(
     cache: KVCache,
     batch: StepBatch,
     passage: Passage,
+    probe: Probe = no_probe,
     replay: Replay | None = None,
 ) -> tuple[Residual, KVCache]:
     """What comes from the last layer, and the cache with what the draft module keeps."""
     draft = cache.draft
     if draft is not None:
-        step, _ = _context(model, batch, no_probe)
+        step, _ = _context(model, batch, probe)
         if replay is not None:
             step = _upper_context(step, batch, replay)
         features, module = list(passage.features), draft_module(weights.parameters)

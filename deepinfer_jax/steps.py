@@ -224,7 +224,7 @@ def _layers(
         passage, cache = run_layers(
             model, weights, cache, batch, passage, last, probe, engram_rows, shape.replay
         )
-        return leave(model, weights, cache, batch, passage, shape.replay)
+        return leave(model, weights, cache, batch, passage, probe, shape.replay)
     if not model.tile_tokens:
         return forward(
             model, weights, cache, batch, probe, image_features, engram_rows, shape.replay
