@@ -61,7 +61,7 @@ def main() -> None:
 
 def grammar_figures(model: Path, num_rounds: int = 20) -> dict[str, float]:
     """Prints a table; the figure is `grammar_us_per_token`. Masks are as wide as the logits."""
-    vocab_size = ModelConfig.from_hf(model).vocab_size
+    vocab_size = ModelConfig.from_hf(model / "config.json").vocab_size
     description = (model / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(description)
     compiler = GrammarCompiler(description, vocab_size, eos_token_id=1)
