@@ -14,7 +14,7 @@ from serving.config import PriceOptions
 from serving.core.request import FinishReason, Request
 from serving.frontend.auth import Principal
 from serving.frontend.errors import ApiError, bad_request, unavailable
-from serving.frontend.fair_queue import FairQueue
+from serving.frontend.fair_queue import FairQueue, Place
 from serving.frontend.gateway import Update
 from serving.frontend.logs import CALLS
 from serving.frontend.protocols import Call
@@ -97,6 +97,7 @@ class Account:
         self._reasons: dict[int, str] = {}
         self._cached: dict[int, int] = {}
         self._entered_ns: int | None = None
+        self._place: Place | None = None
         self._first_token_ns: int | None = None
         self._start_ns = self._progress_ns = accounting.clock.now_ns()
         self._record = UsageRecord(
@@ -118,9 +119,15 @@ class Account:
         cost = self._num_input + self._num_output
         start_ns = self._accounting.clock.now_ns()
         priority = self.requests[0].priority
-        await self._accounting.queue.enter(self.tenant, len(self.requests), cost, priority)
+        queue = self._accounting.queue
+        self._place = await queue.enter(self.tenant, len(self.requests), cost, priority)
         self._entered_ns = self._accounting.clock.now_ns()
         self._accounting.metrics.queue_s.observe(s_of_ns(self._entered_ns - start_ns))
+
+    def give_back(self) -> None:
+        """One of the requests has ended in the engine, so another may go there."""
+        if self._place is not None:
+            self._accounting.queue.give_back(self._place)
 
     def begin(self) -> None:
         """Records that the engine has accepted the call, without waiting for the disk.
@@ -202,9 +209,9 @@ class Account:
         accounting, num_cached = self._accounting, sum(self._cached.values())
         num_generated = self._call.num_generated_tokens()
         accounting.quotas.settle(self._reservation, num_cached, num_generated)
-        if self._entered_ns is not None:
+        if self._place is not None:
             correction = num_generated - self._num_output - num_cached
-            accounting.queue.leave(self.tenant, len(self.requests), correction)
+            accounting.queue.leave(self._place, correction)
         record = self._record_now(reason)
         self._add_spans(record)
         if not self._is_accepted:

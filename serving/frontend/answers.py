@@ -70,6 +70,7 @@ class Answer(Response):
         assert writing is not None
         self._stream = stream = self._gateway.open(self._account.requests)
         stream.on_cut_off = writing.cancel
+        stream.on_end = self._account.give_back
         await stream.admitted()
         self._account.begin()
         if self._call.is_streamed:

@@ -47,6 +47,7 @@ class TokenStream:
     """The answers to the requests of one HTTP call. Made by `Gateway.open`.
 
     `cut_off` is the error of a reader that fell too far behind; `on_cut_off` is called then.
+    `on_end` is called for each request when it ends, whatever the reader has read.
     """
 
     def __init__(self, gateway: "Gateway", requests: Sequence[Request]) -> None:
@@ -60,6 +61,7 @@ class TokenStream:
         self._wait_start_s = 0.0
         self._silence: asyncio.TimerHandle | None = None
         self.on_cut_off: Callable[[], object] = lambda: None
+        self.on_end: Callable[[], object] = lambda: None
         self.cut_off: ApiError | None = None
 
     async def admitted(self) -> None:
@@ -358,6 +360,8 @@ class Gateway:
 
     def _forget(self, request_id: str, reason: str | None) -> _Open | None:
         entry = self._open.pop(request_id, None)
+        if entry is not None:
+            entry.stream.on_end()
         if entry is not None and reason is not None:
             self.metrics.add_finished(reason)
             duration_ns = self._clock.now_ns() - entry.request.arrival_ns

@@ -1,5 +1,6 @@
 """Goal: with keys, quotas and records in place, every accepted call leaves exactly one record that
-agrees with what the client was told, and tenants get what is theirs and nothing else.
+agrees with what the client was told, and tenants get what is theirs and nothing else; their urgent
+calls come first.
 
 Method: HTTP against a scripted executor and a real database; the official client where errors
 matter to it.
@@ -21,7 +22,14 @@ import pytest
 from serving.frontend.auth import Scope, SqliteKeyStore
 from serving.frontend.logs import JsonFormatter
 from serving.frontend.usage import UsageRecord, read_records
-from tests.serving.frontend.alphabet import HELLO, completion, events_of, letter_at, wait_for
+from tests.serving.frontend.alphabet import (
+    HELLO,
+    completion,
+    events_of,
+    letter_at,
+    letters,
+    wait_for,
+)
 from tests.serving.running_service import RunningService
 from tests.serving.scripted import ScriptedExecutor
 
@@ -290,6 +298,44 @@ def test_greedy_tenant_cannot_push_another_past_its_share(tmp_path: Path) -> Non
     # the engine already; then both take turns.
     taken = [row.tenant for row in read_records(database)]
     assert len(taken) == 15 and taken[:9].count("small") == 3, taken
+
+
+class LateGate(threading.Event):
+    """Is open for the first dozen steps."""
+
+    num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        return self.num_waits <= 12 or super().wait(timeout)
+
+
+def test_an_urgent_call_overtakes_a_running_one_that_fills_the_engine(tmp_path: Path) -> None:
+    database = tmp_path / "db"
+    store = SqliteKeyStore(database)
+    keys = {"acme": store.add("acme", [Scope.USE], 0)[1]}
+    root = store.add("root", [Scope.ADMIN], 0)[1]
+    gate, order = LateGate(), list[str]()
+    options = {"engine.decode_rows": [4], "engine.prefill_rows": 4, "engine.waiting_max": 64}
+    executor = ScriptedExecutor(letter_at, gate=gate, step_s=0.001)
+    with RunningService(executor, options, database) as service, ThreadPoolExecutor(2) as pool:
+        shop = Shop(service, database, keys)
+        queue = service.accounting.queue
+        bulk = pool.submit(shop.post, "acme", prompt=[3, 4], n=8, max_tokens=40)
+        bulk.add_done_callback(lambda _: order.append("bulk"))
+        wait_for(lambda: gate.num_waits == 13, "the running of the first half")
+        assert queue.num_running == 8
+        urgent = pool.submit(shop.post, "acme", prompt=[3, 4, 5], max_tokens=2, priority=-100)
+        urgent.add_done_callback(lambda _: order.append("urgent"))
+        wait_for(lambda: queue.num_running + queue.num_waiting == 9, "the urgent call")
+        gate.set()
+        texts = [choice["text"] for choice in bulk.result().json()["choices"]]
+        assert urgent.result().json()["choices"][0]["text"] == letters(3, 2)
+        page = httpx.get(f"{service.url}/metrics", headers={"x-api-key": root}).text
+        wait_for(lambda: queue.num_running == 0, "the return of all places")
+    assert order == ["urgent", "bulk"]
+    assert "\ndeepinfer_preemptions_total 1.0\n" in page
+    assert texts == [letters(2, 40)] * 8, "the one that gave way has gone on"
 
 
 def test_greedy_tenant_cannot_evict_what_another_has_cached(tmp_path: Path) -> None:

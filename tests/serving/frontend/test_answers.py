@@ -1,5 +1,5 @@
 """Goal: a stream that is silent for long says that it is alive, and one that cannot be recorded
-ends with an error instead of its last byte.
+ends with an error instead of its last byte. What has ended in the engine leaves its place there.
 
 Method: an answer written by hand against a gateway that is fed by hand.
 """
@@ -64,6 +64,40 @@ def write(body: bytes, usage: Any = None, wait_s: float = 0.0) -> list[bytes]:
 
     asyncio.run(run())
     return sent
+
+
+def test_a_sample_that_has_ended_leaves_its_place_before_anybody_reads() -> None:
+    async def run() -> None:
+        body = b'{"model": "tiny", "prompt": "x", "n": 3, "max_tokens": 1, "stream": true}'
+        call = CompletionCall(body, MODEL, SystemClock(), 3)
+        gateway, clock = make_gateway()
+        queue = FairQueue(3, 1)
+        accounting = Accounting(Quotas({}, clock), queue, None, "tiny", clock, gateway.metrics)
+        is_read = asyncio.Event()
+
+        async def receive() -> Any:
+            return await asyncio.Future()
+
+        async def send(message: Any) -> None:
+            await is_read.wait()
+
+        answer = Answer(call, accounting.open(call, LOCAL, "/"), gateway)
+        writing = asyncio.create_task(answer({}, receive, send))
+        while not gateway.outbox.take():
+            await asyncio.sleep(0)
+        left: list[int] = []
+        for request in call.requests:
+            gateway.on_message(WORKER, messages.Admitted(request.request_id))
+        for request in call.requests:
+            delta = TokenDelta(request.request_id, (LETTERS[0],), FinishReason.LENGTH)
+            gateway.on_message(WORKER, messages.Tokens((delta,)))
+            left.append(queue.num_running)
+        assert left == [2, 1, 0]
+        is_read.set()
+        await asyncio.wait_for(writing, 5)
+        assert queue.num_running == 0
+
+    asyncio.run(run())
 
 
 class RefusingLog(BrokenLog):

@@ -90,6 +90,27 @@ def test_deltas_are_merged_until_they_are_read() -> None:
     run(test())
 
 
+def test_each_end_is_told_once_whatever_the_reader_has_read() -> None:
+    async def test() -> None:
+        gateway, _ = make_gateway()
+        stream, ends = opened(gateway, "a", "b", "c", "d"), list[int]()
+        stream.on_end = lambda: ends.append(gateway.num_open)
+        tokens(gateway, "a", 7)
+        assert not ends
+        tokens(gateway, "a", 8, reason=FinishReason.STOP)
+        assert ends == [3], "by the worker"
+        stream.end(0)
+        stream.end(1)
+        assert ends == [3, 2], "by the reader"
+        gateway.on_message(WORKER, messages.Failed("c", "lost"))
+        assert ends == [3, 2, 1], "by a fault"
+        stream.close()
+        stream.close()
+        assert ends == [3, 2, 1, 0]
+
+    run(test())
+
+
 def test_admission_waits_for_every_request() -> None:
     async def test() -> None:
         gateway, _ = make_gateway()
