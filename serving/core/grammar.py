@@ -18,14 +18,16 @@ it must. Special tokens are never legal inside the constrained text, however the
 
 import functools
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
+from serving.core.lark_text import ConstraintTextError, check_gbnf, check_lark, check_schema
 from serving.core.request import TOOL_KINDS, ConstraintKind, OutputConstraint, RequestError
 from serving.core.tool_grammar import (
     ToolGrammarError,
@@ -71,9 +73,7 @@ class GrammarCompiler:
         description = json.loads(tokenizer_json)
         added = description.get("added_tokens", [])
         self._added: dict[str, int] = {token["content"]: token["id"] for token in added}
-        for token in added:
-            # Otherwise the text of a JSON string could be written with the token of a marker.
-            token["special"] = True
+        _hide_spellings(description)
         try:
             self._tokenizer = LLTokenizer(
                 json.dumps(description), n_vocab=vocab_size, eos_token=eos_token_id
@@ -109,7 +109,12 @@ class GrammarCompiler:
             text = self._lark(constraint)
         except GrammarError:
             raise
-        except (GbnfToLarkError, ToolGrammarError, json.JSONDecodeError) as error:
+        except (
+            ConstraintTextError,
+            GbnfToLarkError,
+            ToolGrammarError,
+            json.JSONDecodeError,
+        ) as error:
             raise _error(constraint, str(error)) from None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             # Definitions are checked only as far as they are used, so faults show as any type.
@@ -140,12 +145,18 @@ class GrammarCompiler:
                 schema: Any = json.loads(constraint.text or '{"type": "object"}')
                 if not isinstance(schema, dict | bool):
                     raise _error(constraint, "it is no JSON object")
+                check_schema(schema)
                 bounded = with_bounded_whitespace(schema)
                 return LLMatcher.grammar_from_json_schema(json.dumps(bounded))
             case ConstraintKind.REGEX:
                 return LLMatcher.grammar_from_regex(constraint.text)
             case ConstraintKind.GRAMMAR:
-                return LLMatcher.grammar_from_lark(any_to_lark(constraint.text))
+                text = constraint.text
+                if not is_lark_syntax(text):
+                    check_gbnf(text)
+                    text = gbnf_to_lark(text)
+                check_lark(text)
+                return LLMatcher.grammar_from_lark(text)
             case ConstraintKind.TOOL_CALL | ConstraintKind.TOOL_CALL_REQUIRED:
                 is_opened = constraint.kind is ConstraintKind.TOOL_CALL_REQUIRED
                 dsml = self._marker(DSML, constraint)
@@ -275,6 +286,25 @@ class GrammarState:
                 break
             num_triggered += token == self._triggers[num_triggered]
         return num_triggered
+
+
+def _hide_spellings(tokenizer: dict[str, Any]) -> None:
+    """Give the special tokens of a `tokenizer.json` spellings that no text has.
+
+    The library takes text that can go on in one way only as its tokenizer does, which finds
+    special tokens in it. With secret spellings it finds none, and writes the text plainly.
+    """
+    hidden: dict[str, str] = {}
+    for token in tokenizer.get("added_tokens", []):
+        # Otherwise the text of a JSON string could be written with the token of a marker.
+        token["special"] = True
+        spelling = f"<{secrets.token_hex(16)}>"
+        hidden[token["content"]], token["content"] = spelling, spelling
+    model = tokenizer.get("model", {})
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        known = cast(dict[str, int], vocab)
+        model["vocab"] = {hidden.get(key, key): token for key, token in known.items()}
 
 
 def _fill(matcher: LLMatcher, mask: np.ndarray) -> None:

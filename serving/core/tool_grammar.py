@@ -24,6 +24,8 @@ from typing import Any, cast
 
 from llguidance import regex_to_lark
 
+from serving.core.lark_text import ConstraintTextError, check_schema, lark_literal
+
 WHITESPACE_PATTERN = r"([ ]|\n[ \t]{0,40})?"
 """White space between the parts of JSON: bounded, since a model may write blanks for ever."""
 
@@ -96,6 +98,7 @@ class _Writer:
         name = f"invoke_{index}"
         is_strict = bool(tool.get("strict"))
         parameters = _object(tool.get("parameters"))
+        _check_parameters(tool["name"], parameters)
         properties = _object(parameters.get("properties"))
         required: set[str] = set(cast(list[str], parameters.get("required") or []))
         unknown = required - properties.keys()
@@ -116,7 +119,7 @@ class _Writer:
             parts = []
         # A call without parameters has an empty line in their place.
         body = " ".join([*parts, '"\\n"?'] if required.isdisjoint(properties) else parts)
-        opening = _literal(f' invoke name="{tool["name"]}">\n')
+        opening = lark_literal(f' invoke name="{tool["name"]}">\n')
         self._rules[name] = f'"<" {self.dsml} {opening} {body} "</" {self.dsml} " invoke>\\n"'
         return name
 
@@ -127,12 +130,12 @@ class _Writer:
         ways: list[str] = []
         if _may_be(resolved, "string"):
             raw = self._raw_value(f"{name}_RAW".upper(), resolved, is_strict)
-            ways.append(f"{_literal(_head(key, is_raw=True))} {raw}")
+            ways.append(f"{lark_literal(_head(key, is_raw=True))} {raw}")
         if _may_be(resolved, "other"):
             whole = schema if isinstance(schema, bool) else definitions | _object(schema)
             bounded = with_bounded_whitespace(whole, lenient=not is_strict)
             value = f"%json {json.dumps(bounded)}"
-            ways.append(f'{_literal(_head(key, is_raw=False))} {value} "</"')
+            ways.append(f'{lark_literal(_head(key, is_raw=False))} {value} "</"')
         self._rules[f"{name}_value"] = " | ".join(ways)
         self._rules[name] = f'"<" {self.dsml} {name}_value {self.dsml} " parameter>\\n"'
         return name
@@ -145,7 +148,7 @@ class _Writer:
         """
         values = _choices(schema)
         if values is not None:
-            return "(" + " | ".join(_literal(f"{value}</") for value in values) + ")"
+            return "(" + " | ".join(lark_literal(f"{value}</") for value in values) + ")"
         if is_strict and schema.get("pattern") and _has_length(schema):
             raise ToolGrammarError("pattern together with minLength or maxLength")
         pattern = _ANY_TEXT
@@ -174,12 +177,15 @@ def _object(value: Any) -> dict[str, Any]:
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
+def _check_parameters(name: str, parameters: _Schema) -> None:
+    try:
+        check_schema(parameters)
+    except ConstraintTextError as error:
+        raise ToolGrammarError(f"the parameters of tool {name!r}: {error}") from None
+
+
 def _head(key: str, *, is_raw: bool) -> str:
     return f' parameter name="{key}" string="{"true" if is_raw else "false"}">'
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _resolve(schema: Any, root: _Schema) -> _Schema:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from serving.core.forking import SAMPLES_MAX
+from serving.core.lark_text import lark_literal
 from serving.core.request import (
     PRIORITY_MAX,
     ConstraintKind,
@@ -320,7 +321,7 @@ def _guide(param: str, name: str, value: object) -> tuple[ConstraintKind, str]:
             or not all(isinstance(item, str) for item in value)
         ):
             raise bad_request(f"{param} is {_shown(value)}; expected a list of texts", param)
-        literals = (msgspec.json.encode(item).decode() for item in value)
+        literals = (lark_literal(item) for item in value)
         return ConstraintKind.GRAMMAR, f"start: {' | '.join(literals)}"
     if not isinstance(value, str) or not value:
         raise bad_request(f"{param} is {_shown(value)}; expected a text", param)

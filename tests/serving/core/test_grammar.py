@@ -109,6 +109,27 @@ def test_texts_inside_and_outside(
             assert not accepts(compiler, grammar, text), text
 
 
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_special_tokens_are_never_legal_however_they_are_spelled(name: str) -> None:
+    compiler = SMALL if name == "small" else large()
+    special = set(compiler._added.values()) - {EOS}
+    (end,) = (text for text, token in compiler._added.items() if token == EOS)
+    for spelling in (end, THINK_END):
+        for kind, text in (
+            (ConstraintKind.REGEX, re.escape(spelling)),
+            (ConstraintKind.REGEX, f"a{re.escape(spelling)}b"),
+            (ConstraintKind.GRAMMAR, f'start: "{spelling}"'),
+            (ConstraintKind.JSON, json.dumps({"const": spelling})),
+        ):
+            state, ids = compiler.compile(OutputConstraint(kind, text)).start(), []
+            while not state.may_end:
+                legal = np.flatnonzero(mask_of(state, compiler._vocab_size)).tolist()
+                assert EOS not in legal and special.isdisjoint(legal)
+                ids.append(legal[0])
+                state.advance(ids[-1:])
+            assert spelling in compiler._tokenizer.decode_str(ids)
+
+
 def test_white_space_is_bounded() -> None:
     state = SMALL.compile(OutputConstraint(ConstraintKind.JSON, "")).start()
     blanks = ids_of(SMALL, "\n") + 200 * ids_of(SMALL, " ")

@@ -190,6 +190,7 @@ def test_bad_controls(body: dict[str, object], param: str) -> None:
         ({"guided_regex": "a+"}, "regex", "a+", "guided_regex"),
         ({"guided_grammar": "root ::= x"}, "grammar", "root ::= x", "guided_grammar"),
         ({"guided_choice": ["a", '"']}, "grammar", 'start: "a" | "\\""', "guided_choice"),
+        ({"guided_choice": ["\x7f\n"]}, "grammar", r'start: "\u007f\n"', "guided_choice"),
         ({"structured_outputs": {"regex": "a"}}, "regex", "a", "structured_outputs"),
     ],
 )
