@@ -168,7 +168,7 @@ def test_giving_up_frees_the_place_or_the_turn() -> None:
         queue = FairQueue(1, 3)
         calls = Calls(queue)
         for tenant in ("a", "b", "c"):
-            await calls.enter(tenant)
+            await calls.enter(tenant, cost=1000 if tenant == "c" else 10)
         calls.tasks[1].cancel()
         await settle()
         assert queue.num_waiting == 1
@@ -176,6 +176,10 @@ def test_giving_up_frees_the_place_or_the_turn() -> None:
         calls.tasks[2].cancel()
         await settle()
         assert (queue.num_running, queue.num_waiting, calls.turns) == (0, 0, ["a"])
+        for tenant in "aac":
+            await calls.enter(tenant)
+        await calls.leave("a")
+        assert calls.turns == ["a", "a", "c"], "a turn that was not taken costs nothing"
 
     run(test())
 
