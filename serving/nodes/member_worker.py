@@ -180,11 +180,11 @@ class MemberWorker(MeshWorker):
         self._advance()
 
     @override
-    def _on_grammar(self, key: str, grammar: object, error: str | None) -> None:
-        if error is not None:
-            for request_id in self._compiling[self._compilations[key]]:
+    def _on_grammar(self, computed: messages.Computed) -> None:
+        if computed.error is not None:
+            for request_id in self._compiling[self._compilations[computed.key]]:
                 self._forget(request_id)
-        super()._on_grammar(key, grammar, error)
+        super()._on_grammar(computed)
 
     @override
     def _admit(self, request: Request, grammar: Grammar | None) -> messages.Refused | None:

@@ -107,8 +107,8 @@ class MeshWorker:
                 self._on_submit(source, request)
             case messages.Computed(key, value, error) if key in self._profiling:
                 self._on_traced(key, value, error)
-            case messages.Computed(key, grammar, error) if key in self._compilations:
-                self._on_grammar(key, grammar, error)
+            case messages.Computed(key) if key in self._compilations:
+                self._on_grammar(message)
             case messages.Profile(query_id, num_steps, timeout_s):
                 self._on_profile(source, query_id, num_steps, timeout_s)
             case messages.Abort(request_id):
@@ -208,15 +208,18 @@ class MeshWorker:
         )
         return None
 
-    def _on_grammar(self, key: str, grammar: object, error: str | None) -> None:
-        constraint = self._compilations.pop(key)
+    def _on_grammar(self, computed: messages.Computed) -> None:
+        constraint, error = self._compilations.pop(computed.key), computed.error
+        # That others' grammars take long is no fault of the request.
+        invalid, busy = (RefusalReason.INVALID, constraint.param), (RefusalReason.BUSY, None)
+        reason, param = busy if computed.is_busy else invalid
         for request_id, (source, request) in self._compiling.pop(constraint).items():
             if error is None:
+                grammar = computed.value
                 assert isinstance(grammar, Grammar), f"{grammar} is no grammar"
                 self._fetch(source, request, grammar)
             else:
-                invalid, param = RefusalReason.INVALID, constraint.param
-                self.outbox.send(source, messages.Refused(request_id, invalid, error, param))
+                self.outbox.send(source, messages.Refused(request_id, reason, error, param))
 
     def _fetch(self, source: NodeId, request: Request, grammar: Grammar | None) -> None:
         """Start a request, once the stored part of its prompt is there if it is worth waiting."""

@@ -99,11 +99,15 @@ class CacheReplied:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Driver to node: the job `key` has given `value`, or `error` says why it has not."""
+    """Driver to node: the job `key` has given `value`, or `error` says why it has not.
+
+    `is_busy` if it has not even begun because others are being done.
+    """
 
     key: str
     value: object
     error: str | None = None
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

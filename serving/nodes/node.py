@@ -51,7 +51,7 @@ class Execute:
 class Compute:
     """Call `job`, slow pure work, away from the nodes; `Computed` with the same `key` follows.
 
-    After `timeout_ns` it is given up.
+    `timeout_ns` after its begin it is given up; so it is if it cannot begin soon.
     """
 
     key: str

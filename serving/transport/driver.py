@@ -43,6 +43,9 @@ _log = logging.getLogger(__name__)
 _COMPUTE_THREADS = 3
 """One of them may wait for the steps of a trace."""
 
+_THREAD_WAIT_S = 5.0
+"""How long a job waits for one of them: jobs that were given up keep theirs to their ends."""
+
 
 class SystemClock:
     """The machine's own clock."""
@@ -184,12 +187,26 @@ class Driver:
             self._network.send(source, source, undeliverable)
 
     async def _compute(self, node_id: NodeId, effect: Compute) -> None:
-        """Does slow work; a job that is given up runs to its end unheard."""
-        value, error = None, None
+        """Does slow work; a job that is given up runs to its end unheard, if it has begun."""
+        value, error, is_busy = None, None, False
         loop, seconds = asyncio.get_running_loop(), effect.timeout_ns / 1e9
+        wait_s = min(seconds, _THREAD_WAIT_S)
+        has_begun = asyncio.Event()
+
+        def job() -> object:
+            loop.call_soon_threadsafe(has_begun.set)
+            return effect.job()
+
+        result = loop.run_in_executor(self._compute_threads, job)
         try:
-            async with asyncio.timeout(seconds):
-                value = await loop.run_in_executor(self._compute_threads, effect.job)
+            # The time of the job itself counts from its begin: it is not to blame for a queue.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(has_begun.wait(), wait_s)
+            if not has_begun.is_set() and result.cancel():
+                is_busy = True
+                error = f"no thread was free for it within {wait_s:g} s; send it again later"
+            else:
+                value = await asyncio.wait_for(result, seconds)
         except TimeoutError:
             error = f"not finished within {seconds:g} s; make it simpler"
         except RequestError as refusal:
@@ -197,7 +214,9 @@ class Driver:
         except Exception as fault:
             _log.exception("job %s of %s failed", effect.key, node_id)
             error = f"{type(fault).__name__}: {fault}"
-        self._on_completion(node_id, messages.Computed(effect.key, value, error))
+        finally:
+            result.cancel()
+        self._on_completion(node_id, messages.Computed(effect.key, value, error, is_busy))
 
     def _on_cache_reply(
         self, node_id: NodeId, loop: asyncio.AbstractEventLoop, reply: CacheReply

@@ -229,6 +229,14 @@ def test_a_grammar_that_cannot_be_compiled_is_a_refusal() -> None:
     assert compute_of(give(worker, messages.Submit(constrained("a")))), "it may be sent again"
 
 
+def test_a_grammar_that_finds_no_thread_is_no_fault_of_its_request() -> None:
+    worker = make_constrained_worker()
+    job = compute_of(give(worker, messages.Submit(constrained("a"))))
+    effects = give(worker, messages.Computed(job.key, None, "no thread", is_busy=True), WORKER)
+    assert sent(effects) == [messages.Refused("a", RefusalReason.BUSY, "no thread")]
+    assert compute_of(give(worker, messages.Submit(constrained("a")))), "it may be sent again"
+
+
 def test_requests_of_one_constraint_wait_for_one_grammar() -> None:
     worker = make_constrained_worker()
     job = compute_of(give(worker, messages.Submit(constrained("a"))))

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from serving.core.step_plan import StepPlan, StepResult
 from serving.nodes import messages
 from serving.nodes.messages import Message
 from serving.nodes.node import NodeId, Outbox
-from serving.transport.driver import Driver, SystemClock
+from serving.transport.driver import _COMPUTE_THREADS, Driver, SystemClock
 
 A, B = NodeId("a", "0"), NodeId("b", "0")
 
@@ -228,7 +228,7 @@ def test_system_clock_goes_forward_and_knows_the_date() -> None:
     assert abs(clock.unix_s() - time.time()) < 5
 
 
-def run_jobs(jobs: dict[str, Callable[[], object]], timeout_s: float = 5.0) -> Recorder:
+def run_jobs(jobs: Mapping[str, Callable[[], object]], timeout_s: float = 5.0) -> Recorder:
     """A node that asks for the jobs, after all of them have been answered."""
     node = Recorder(A)
     for key, job in jobs.items():
@@ -265,3 +265,24 @@ def test_work_that_is_refused_fails_or_takes_too_long(caplog: pytest.LogCaptureF
     assert "0.2 s" in errors["slow"]
     assert "ZeroDivisionError" in errors["broken"] and "broken" in caplog.text
     assert all(done.value is None for done in node.got)
+
+
+def test_the_wait_for_a_thread_is_not_time_of_the_job() -> None:
+    # Those of the second turn end 1.2 s after they were asked for.
+    slow = {str(number): lambda: time.sleep(0.6) for number in range(2 * _COMPUTE_THREADS)}
+    node = run_jobs(slow, 1.0)
+    assert [(done.error, done.is_busy) for done in node.got] == [(None, False)] * len(slow)
+
+
+def test_a_job_that_finds_no_thread_is_not_blamed_and_never_runs() -> None:
+    release, ran = threading.Event(), list[str]()
+    slow = {str(number): release.wait for number in range(_COMPUTE_THREADS)}
+    try:
+        node = run_jobs({**slow, "late": lambda: ran.append("late")}, 0.2)
+    finally:
+        release.set()
+    done = {message.key: message for message in node.got}
+    late = done.pop("late")
+    assert late.is_busy and "no thread was free" in late.error and late.value is None
+    assert all("not finished" in other.error and not other.is_busy for other in done.values())
+    assert ran == []
