@@ -106,10 +106,14 @@ def schema_levels(schema: Any) -> int:
     references = _references(schema)
     # With a base of its own, a part of the schema may refer to anything.
     is_plain = not any(key in references for key in ("$id", "id"))
-    num_levels = whole
+    num_levels, depths = whole, {id(schema): whole}
     for reference in references.get("$ref", set()) | references.get("$dynamicRef", set()):
         target = _target(schema, reference) if is_plain else None
-        num_levels += whole if target is None else _depth(target)
+        target = schema if target is None else target
+        # Many spellings may lead to one target, and that may be large.
+        if id(target) not in depths:
+            depths[id(target)] = _depth(target)
+        num_levels += depths[id(target)]
     return num_levels
 
 

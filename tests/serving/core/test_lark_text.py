@@ -133,6 +133,9 @@ def test_what_counts_as_a_level() -> None:
     assert schema_levels({"$ref": "#/$defs/a", "$defs": {"a": {"items": {}}}}) == 4 + 2
     assert schema_levels({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {}}}) == 3 + 1
     assert schema_levels({"anyOf": [{"$ref": "#/anyOf/1"}, {}]}) == 3 + 1
+    # Each spelling counts, since the compiler takes each for another definition.
+    spellings = [{"$ref": "#/anyOf/1"}, {"$ref": "#/anyOf/01"}, {"items": {}}]
+    assert schema_levels({"anyOf": spellings}) == 4 + 1 + 1
     # Where it is not clear what is meant, the whole schema counts.
     assert schema_levels({"$ref": "#a", "$defs": {"a": {"$anchor": "a"}}}) == 3 + 3
     assert schema_levels({"$ref": "#/$defs/a", "$defs": {"a": {"$id": "x"}}}) == 3 + 3
