@@ -26,6 +26,9 @@ STOP_TOKEN_IDS_MAX = 64
 LOGIT_BIASES_MAX = 300
 """Room for biases is compiled into every step."""
 
+REPETITION_PENALTY_MIN = 0.01
+"""Logits are divided by it as 32-bit numbers: far smaller ones leave nothing of the others."""
+
 TOP_LOGPROBS_MAX = 20
 """The most likely tokens that a step reports for each token."""
 
@@ -149,10 +152,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise RequestError(f"{name} is {value}; expected {low:g} to {high:g}", name)
-        if not 0.0 < self.repetition_penalty <= 2.0:
+        if not REPETITION_PENALTY_MIN <= self.repetition_penalty <= 2.0:
             raise RequestError(
-                f"repetition_penalty is {self.repetition_penalty}; expected more than 0 and at "
-                "most 2 (1 is none)",
+                f"repetition_penalty is {self.repetition_penalty}; expected "
+                f"{REPETITION_PENALTY_MIN:g} to 2 (1 is none)",
                 "repetition_penalty",
             )
         for name in ("logprobs", "prompt_logprobs"):

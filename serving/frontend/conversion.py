@@ -121,6 +121,7 @@ def constraint_of(
     Raises:
         ApiError: 400, two forms at once, or one that is not understood.
     """
+    fields.check_tool_choice(body)
     after_thinking = starts_thinking(converted)
     guided = fields.guided_constraint(body, after_thinking=after_thinking)
     wanted = converted.inference_options.output_constraint

@@ -6,7 +6,7 @@ message or the request itself gives it away.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -98,12 +98,27 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise bad_request(f"The body is not valid JSON: {error}") from None
+        raise bad_request(
+            f"The body is not valid JSON: {error}", _field_out_of_range(raw, str(error))
+        ) from None
     if not isinstance(body, dict):
         raise bad_request("The body is JSON but not an object; expected {...} with the request")
     if raw.count(b"{") + raw.count(b"[") > JSON_DEPTH_MAX:
         _check_depth(body)
     return body
+
+
+def _field_out_of_range(raw: bytes, detail: str) -> str | None:
+    """The field whose number is too large to be read, if `detail` says that one is."""
+    if "out of range" not in detail:
+        return None
+    with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+            try:
+                msgspec.json.decode(value)
+            except msgspec.DecodeError:
+                return name
+    return None
 
 
 def _check_depth(body: object) -> None:
@@ -137,7 +152,10 @@ def recipe_errors(body: Mapping[str, Any], known: "FieldTypes | None" = None) ->
     except (ValueError, OverflowError, TypeError) as error:
         # UnicodeEncodeError, for lone surrogates, is a ValueError too.
         raise bad_request(
-            str(error), _mistyped_field(body, known) or _named_field(str(error), known)
+            str(error),
+            _mistyped_field(body, known)
+            or _unreadable_field(body, known)
+            or _named_field(str(error), known),
         ) from None
 
 
@@ -150,6 +168,10 @@ def _of_conversion(error: deepseek_recipe.ConversionError, known: "FieldTypes") 
     if "maximum context" in detail:
         # Prompts that are too long by themselves are refused before this can be raised.
         return bad_request(detail, "max_tokens", "context_length_exceeded")
+    if "Invalid json schema" in detail:
+        return bad_request(detail, "response_format", code)
+    if "no function named" in detail:
+        return bad_request(detail.replace("'tool_call'", "tool_choice"), "tool_choice", code)
     if " function " in detail:
         return bad_request(detail, "tools", code)
     if "model names are" in detail:
@@ -175,10 +197,15 @@ _INTEGER, _NUMBER = (int,), (int, float)
 
 @dataclass(frozen=True, slots=True)
 class FieldTypes:
-    """The fields that a dialect has, by name, and those that no request can do without."""
+    """The fields that a dialect has, by name, and those that no request can do without.
+
+    `read` raises for a body that is not of the dialect, and `smallest` is one that is.
+    """
 
     required: tuple[str, ...]
     types: Mapping[str, tuple[type, ...]]
+    read: Callable[[Any], object]
+    smallest: Mapping[str, Any]
 
 
 _SHARED_TYPES: dict[str, tuple[type, ...]] = {
@@ -201,7 +228,12 @@ _SHARED_TYPES: dict[str, tuple[type, ...]] = {
     "thinking": (dict,),
     "reasoning_effort": (str,),
 }
-CHAT_FIELDS = FieldTypes(("model", "messages"), {"messages": (list,)} | _SHARED_TYPES)
+CHAT_FIELDS = FieldTypes(
+    ("model", "messages"),
+    {"messages": (list,)} | _SHARED_TYPES,
+    deepseek_recipe.ChatCompletionRequest,
+    {"model": "-", "messages": []},
+)
 RESPONSES_FIELDS = FieldTypes(
     ("model",),
     _SHARED_TYPES
@@ -212,14 +244,22 @@ RESPONSES_FIELDS = FieldTypes(
         "text": (dict,),
         "reasoning": (dict,),
     },
+    deepseek_recipe.ResponsesRequest,
+    {"model": "-", "input": ""},
 )
 MESSAGES_FIELDS = FieldTypes(
     ("model", "messages"),
     {"messages": (list,), "system": (str, list), "stop_sequences": (list,)}
     | _SHARED_TYPES
     | {"tool_choice": (dict,)},
+    deepseek_recipe.MessagesRequest,
+    {"model": "-", "messages": [], "max_tokens": 1},
 )
-_UNSIGNED_MAX = {"max_tokens": 2**32 - 1, "max_output_tokens": 2**32 - 1, "seed": 2**64 - 1}
+_UNSIGNED_MAX = {
+    "max_tokens": 2**32 - 1,
+    "max_output_tokens": 2**32 - 1,
+    "seed": 2**64 - 1,
+}
 
 
 def _mistyped_field(body: Mapping[str, Any], known: FieldTypes) -> str | None:
@@ -235,6 +275,16 @@ def _mistyped_field(body: Mapping[str, Any], known: FieldTypes) -> str | None:
         if is_bool or not isinstance(value, types):
             return name
         if name in _UNSIGNED_MAX and not 0 <= value <= _UNSIGNED_MAX[name]:
+            return name
+    return None
+
+
+def _unreadable_field(body: Mapping[str, Any], known: FieldTypes) -> str | None:
+    """The first field that makes a request unreadable which would be fine without it."""
+    for name, value in body.items():
+        try:
+            known.read({**known.smallest, name: value})
+        except (ValueError, OverflowError, TypeError):
             return name
     return None
 

@@ -91,7 +91,15 @@ def number(body: _Body, name: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise bad_request(f"{name} is {_shown(value)}; expected a number", name)
-    return float(value)
+    return _as_float(value, name)
+
+
+def _as_float(value: float, name: str) -> float:
+    """A number of JSON, whose integers have no bound. Raises ApiError 400."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise bad_request(f"{name} is {_shown(value)}; expected a smaller number", name) from None
 
 
 def boolean(body: _Body, name: str) -> bool:
@@ -167,6 +175,17 @@ def priority(body: _Body) -> int:
             "priority",
         )
     return value
+
+
+def check_tool_choice(body: _Body) -> None:
+    """Raises ApiError 400 for a call that is demanded of tools that are not there."""
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in (None, "auto", "none") and not body.get("tools"):
+        raise bad_request(
+            f"tool_choice is {_shown(choice)} without tools; expected tools, or auto or none",
+            "tool_choice",
+        )
 
 
 def num_samples(body: _Body) -> int:
@@ -254,7 +273,9 @@ def _logit_bias(body: _Body, vocab_size: int) -> tuple[tuple[int, float], ...]:
         )
     pairs: list[tuple[int, float]] = []
     for key, bias in value.items():
-        token = int(key) if key.isascii() and key.isdecimal() else None
+        # Python refuses to read integers of thousands of digits.
+        is_id = key.isascii() and key.isdecimal() and len(key) <= len(str(vocab_size))
+        token = int(key) if is_id else None
         if not is_token_id(token, vocab_size):
             raise bad_request(
                 f"logit_bias names token {_shown(key)}; expected ids from 0 to {vocab_size - 1}",
@@ -265,7 +286,7 @@ def _logit_bias(body: _Body, vocab_size: int) -> tuple[tuple[int, float], ...]:
                 f"logit_bias of token {key} is {_shown(bias)}; expected a number from -100 to 100",
                 "logit_bias",
             )
-        pairs.append((int(key), float(bias)))
+        pairs.append((int(key), _as_float(bias, "logit_bias")))
     return tuple(pairs)
 
 
@@ -292,7 +313,10 @@ def guided_constraint(body: _Body, *, after_thinking: bool) -> OutputConstraint 
     if not found:
         return None
     if len(found) > 1:
-        names = " and ".join(param for param, _, _ in found)
+        names = " and ".join(
+            f"{param}.{name}" if param == "structured_outputs" else param
+            for param, name, _ in found
+        )
         raise bad_request(f"received {names}; expected at most one of them", found[1][0])
     param, name, value = found[0]
     kind, text = _guide(param, name, value)

@@ -92,6 +92,7 @@ def _prompt(
     fields.refuse_unsupported(body, fields.MESSAGES_NEUTRAL)
     with _renamed_errors(body):
         converted = convert(recipe.MessagesRequest(_with_named_tool(body) or raw), model)
+        fields.check_tool_choice(body)
         return converted, encode(converted, model, "messages")
 
 

@@ -330,6 +330,12 @@ def _with_known_names(body: dict[str, Any]) -> dict[str, Any]:
     """
     changes: dict[str, Any] = {}
     if body.get("max_completion_tokens") is not None:
+        if body.get("max_tokens") not in (None, body["max_completion_tokens"]):
+            raise bad_request(
+                f"max_completion_tokens is {body['max_completion_tokens']!r} and max_tokens "
+                f"{body['max_tokens']!r}; expected one of them, or the same in both",
+                "max_completion_tokens",
+            )
         changes["max_tokens"] = body["max_completion_tokens"]
     if body.get("n") is not None:
         changes["n"] = 1

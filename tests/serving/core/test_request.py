@@ -34,7 +34,7 @@ from serving.core.request import (
             [(1,) * (STOP_TOKEN_IDS_MAX + 1), (-1,), (2**31,)],
         ),
         ("min_p", [0.0, 1.0], [-0.1, 1.1, math.nan]),
-        ("repetition_penalty", [1e-6, 2.0], [0.0, 2.1, math.nan]),
+        ("repetition_penalty", [0.01, 2.0], [0.0, 1e-320, 1e-30, 2.1, math.nan]),
         ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
         ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
         ("logprobs", [None, 0, TOP_LOGPROBS_MAX], [-1, TOP_LOGPROBS_MAX + 1]),

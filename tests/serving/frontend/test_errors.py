@@ -36,10 +36,10 @@ def converted(**changes: object) -> ApiError:
         ({"max_tokens": True}, "max_tokens"),
         ({"seed": 2**64}, "seed"),
         ({"temperature": 3}, "temperature"),
-        ({"temperature": float("nan")}, None),
+        ({"temperature": float("nan")}, "temperature"),
         ({"top_p": "much"}, "top_p"),
         ({"stop": ["x"] * 40}, "stop"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ],
 )
 def test_conversion_errors_name_the_field(changes: dict[str, Any], param: str | None) -> None:

@@ -238,3 +238,20 @@ def test_the_readme_names_every_field_that_is_refused(
     (row,) = (line for line in readme.splitlines() if line.startswith(f"  | {dialect} |"))
     refused = row.split("|")[2]
     assert all(f"`{name}`" in refused for name in names), set(names)
+
+
+def test_forms_of_one_object_are_told_apart() -> None:
+    both = {"structured_outputs": {"regex": "a", "choice": ["a"]}}
+    with pytest.raises(ApiError, match=r"structured_outputs\.regex and structured_outputs\.choice"):
+        fields.guided_constraint(both, after_thinking=False)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function"}, {"type": "any"}])
+def test_a_call_is_not_demanded_of_no_tools(choice: object) -> None:
+    for tools in ({}, {"tools": []}, {"tools": None}):
+        with pytest.raises(ApiError) as caught:
+            fields.check_tool_choice({"tool_choice": choice} | tools)
+        assert caught.value.param == "tool_choice"
+    fields.check_tool_choice({"tool_choice": choice, "tools": [{}]})
+    for harmless in (None, "auto", "none", {"type": "auto"}, {"type": "none"}):
+        fields.check_tool_choice({"tool_choice": harmless})

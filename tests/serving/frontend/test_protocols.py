@@ -79,8 +79,49 @@ def test_limit_of_tokens_defaults_to_the_room_that_is_left() -> None:
     prompt = len(call.requests[0].prompt_token_ids)
     assert call.requests[0].sampling.max_tokens == 256 - prompt
     assert make_call(max_completion_tokens=7).requests[0].sampling.max_tokens == 7
-    both = make_call(max_completion_tokens=7, max_tokens=9)
-    assert both.requests[0].sampling.max_tokens == 7, "the newer name wins"
+    both = make_call(max_completion_tokens=7, max_tokens=7)
+    assert both.requests[0].sampling.max_tokens == 7
+    with pytest.raises(ApiError, match="expected one of them") as caught:
+        make_call(max_completion_tokens=7, max_tokens=9)
+    assert caught.value.param == "max_completion_tokens"
+
+
+NINES = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("param", "text"),
+    [
+        ("logit_bias", '{"' + "9" * 5000 + '": 1}'),
+        ("logit_bias", '{"5": ' + NINES + "}"),
+        ("temperature", "1e400"),
+        ("temperature", NINES),
+        ("min_p", NINES),
+        ("seed", "9" * 5000),
+        ("stop_token_ids", f"[{NINES}]"),
+        ("repetition_penalty", "1e-320"),
+        ("response_format", '{"type": "junk"}'),
+        ("response_format", '{"type": "json_schema"}'),
+        (
+            "response_format",
+            '{"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}',
+        ),
+        ("top_logprobs", '-1, "logprobs": true'),
+        ("tool_choice", '"required"'),
+        ("tool_choice", '{"type": "function", "function": {"name": "f"}}'),
+        (
+            "tool_choice",
+            '{"type": "function", "function": {"name": "f"}}, "tools": [{"type": "function", '
+            '"function": {"name": "g", "parameters": {"type": "object"}}}]',
+        ),
+    ],
+)
+def test_refusals_name_the_field(param: str, text: str) -> None:
+    start = '{"model": "tiny", "messages": [], "thinking": {"type": "disabled"}, '
+    raw = f'{start}"{param}": {text}}}'.replace("[]", '[{"role": "user", "content": "Hi"}]', 1)
+    with pytest.raises(ApiError) as caught:
+        ChatCall(raw.encode(), MODEL, SystemClock())
+    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_prompt_over_the_context_names_the_messages() -> None:
