@@ -57,8 +57,8 @@ class Scheduler(Protocol):
         ...
 
 
-def total_status(statuses: Sequence[EngineStatus], num_steps: int, in_flight: int) -> EngineStatus:
-    """The status of several engines whose steps run together, `num_steps` so far.
+def total_status(statuses: Sequence[EngineStatus]) -> EngineStatus:
+    """The status of several engines together; of none, one that holds nothing.
 
     Everything is a sum but the slope, of which the largest counts: the slowest one sets the pace.
     """
@@ -67,12 +67,11 @@ def total_status(statuses: Sequence[EngineStatus], num_steps: int, in_flight: in
         for field in fields(EngineStatus)
         if field.name not in ("num_verified", "num_accepted", "slope_ms")
     }
-    totals |= {"num_steps": num_steps, "num_steps_in_flight": in_flight}
     return EngineStatus(
         **totals,
         num_verified=_columns([status.num_verified for status in statuses]),
         num_accepted=_columns([status.num_accepted for status in statuses]),
-        slope_ms=max(status.slope_ms for status in statuses),
+        slope_ms=max((status.slope_ms for status in statuses), default=0.0),
     )
 
 

@@ -163,7 +163,12 @@ class MeshEngine:
     def status(self) -> EngineStatus:
         """Counts of all ranks together, for metrics and health."""
         statuses = [engine.status() for engine in self._engines]
-        return total_status(statuses, self._num_steps, len(self._in_flight))
+        # A step of the mesh is one step, however many ranks have a part in it.
+        return replace(
+            total_status(statuses),
+            num_steps=self._num_steps,
+            num_steps_in_flight=len(self._in_flight),
+        )
 
     def rank_statuses(self) -> tuple[EngineStatus, ...]:
         """Counts of each rank."""

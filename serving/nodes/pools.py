@@ -5,12 +5,11 @@ Joins the members that there are (`registry.py`) with the policies that choose a
 chosen, though what it has it may finish.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from serving.core.balance_decode import DecodeBalancer, DecodeDispatch
 from serving.core.balance_prefill import NoWorkerError, PrefillBalancer, PrefillDispatch, Prompt
 from serving.core.cost import PrefillCost
-from serving.engine.engine import EngineStatus
 from serving.nodes.registry import Member, Registry
 from serving.nodes.values import NodeId
 
@@ -143,18 +142,3 @@ class WorkerPools:
 
     def _member_at(self, role: str, place: int) -> Member:
         return next(m for m in self._registry.members(role) if m.place == place)
-
-
-def total_status(statuses: list[EngineStatus]) -> EngineStatus:
-    """The sums of what several engines hold; drafts by their place, and the steepest slope."""
-    sums = {
-        each.name: sum(getattr(status, each.name) for status in statuses)
-        for each in fields(EngineStatus)
-        if each.name not in ("num_verified", "num_accepted", "slope_ms")
-    }
-    return EngineStatus(
-        **sums,
-        num_verified=tuple(map(sum, zip(*(s.num_verified for s in statuses), strict=True))),
-        num_accepted=tuple(map(sum, zip(*(s.num_accepted for s in statuses), strict=True))),
-        slope_ms=max((status.slope_ms for status in statuses), default=0.0),
-    )

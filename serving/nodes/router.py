@@ -28,12 +28,13 @@ from msgspec import structs
 from serving.clock import Clock, s_of_ns
 from serving.core.admission import check_request
 from serving.core.buckets import BucketTable, StepKind
+from serving.core.engine_status import total_status
 from serving.core.profiling import ProfileProblem, ProfileRefusal
 from serving.core.request import Request, RequestError, TokenDelta
 from serving.nodes import messages
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import Outbox
-from serving.nodes.pools import DECODE, PLACES_MAX, Placement, WorkerPools, total_status
+from serving.nodes.pools import DECODE, PLACES_MAX, Placement, WorkerPools
 from serving.nodes.registry import JoinRefusedError, Member, Registry
 from serving.nodes.values import HandOffRef, NodeId
 
@@ -262,8 +263,7 @@ class Router:
     def _worker_status(self, query_id: int) -> messages.WorkerStatus:
         missing = self.pools.missing_roles
         failure = f"no {' and no '.join(missing)} worker is there" if missing else None
-        statuses = [m.status.engine for m in self.registry.members() if m.status is not None]
-        total = total_status(statuses)
+        total = total_status([m.status.engine for m in self.registry.members() if m.status])
         num_waiting = total.num_waiting + len(self._waiting)
         return messages.WorkerStatus(query_id, failure, replace(total, num_waiting=num_waiting))
 

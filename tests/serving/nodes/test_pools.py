@@ -5,7 +5,7 @@ Method: pools over a registry whose members come and go. Policies have tests of 
 
 from dataclasses import replace
 
-from serving.nodes.pools import Placement, WorkerPools, total_status
+from serving.nodes.pools import Placement, WorkerPools
 from serving.nodes.registry import Member, Registry
 from serving.nodes.values import NodeId
 from tests.serving.nodes.test_registry import CARD, D0, P0, P1, STATUS
@@ -80,12 +80,3 @@ def test_one_that_fails_leaves_or_is_gone_is_not_chosen() -> None:
     assert rig.pools.missing_roles == ["prefill"] and rig.pools.place(1) is None
     again = rig.add(P0, generation=2)
     assert rig.place().prefill is again and again.place == one.place
-
-
-def test_totals_are_sums() -> None:
-    empty = total_status([])
-    assert empty.num_slots == 0 and empty.num_verified == () and empty.slope_ms == 0.0
-    one = replace(empty, num_slots=3, num_verified=(5, 2), num_accepted=(4, 1), slope_ms=0.5)
-    assert total_status([one, one]) == replace(
-        one, num_slots=6, num_verified=(10, 4), num_accepted=(8, 2)
-    )

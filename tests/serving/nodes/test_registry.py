@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from serving.core.buckets import StepKind
-from serving.nodes.pools import total_status
+from serving.core.engine_status import total_status
 from serving.nodes.registry import JoinRefusedError, Registry
 from serving.nodes.values import MemberCard, NodeId, NodeStatus
 from tests.serving.engine.checked_engine import BUCKETS, make_limits

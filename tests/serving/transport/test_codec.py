@@ -62,7 +62,7 @@ def test_members_and_references_come_out_as_they_went_in() -> None:
     limits = make_limits(replay=ReplayRule(ReplayMode.COMPACT, 140))
     card = MemberCard("ipc:///x", "1", b"f" * 32, limits, (), ())
     assert carried(messages.Join(2**61, card)) == messages.Join(2**61, card)
-    from serving.nodes.pools import total_status
+    from serving.core.engine_status import total_status
 
     status = NodeStatus(None, total_status([]), HandOffCounts(refused={"stale": 2}))
     beat = messages.Heartbeat(4, status, True)
