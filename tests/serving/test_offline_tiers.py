@@ -22,7 +22,7 @@ from serving.config import ClusterOptions, KVOptions
 from serving.core.request import Request, SamplingParams
 from serving.engine.engine import Engine, run_step
 from serving.kv.link import CacheLink
-from serving.kv.offload import CacheCall, FetchPrefix, OffloadLimits
+from serving.kv.offload import CacheCall, FetchPrefix, OfferPrefix, OffloadLimits
 from serving.kv.store import (
     HEADER_SIZE,
     Buffer,
@@ -38,7 +38,7 @@ from serving.offline_tiers import OfflineTiers, kv_arguments, open_link, run_req
 from serving.transport.driver import SystemClock
 from tests.serving.engine.checked_engine import BUCKETS, make_limits
 from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import SimulatedDevice, expected_tokens
+from tests.serving.engine.simulated_device import VOCAB_SIZE, SimulatedDevice, expected_tokens
 from tests.serving.kv.cache_parts import Cache, MemoryStore, ShiftedClock, running
 
 ROOT = Path(__file__).parents[2]
@@ -50,8 +50,8 @@ FORM = PayloadForm(layout_id(b"offline"), (16, 16), 7 * 4 * 8)
 class Run:
     """One engine and its way to the tiers."""
 
-    def __init__(self, cache: Any, wait_s: float = 20.0, num_blocks: int = 65) -> None:
-        engine_limits = dataclasses.replace(LIMITS, num_blocks=num_blocks)
+    def __init__(self, cache: Any, wait_s: float = 20.0, **changes: Any) -> None:
+        engine_limits = dataclasses.replace(LIMITS, **changes)
         self.engine = Engine(engine_limits, BUCKETS, random.Random(1))
         self.device = SimulatedDevice(engine_limits, BUCKETS)
         limits = OffloadLimits(wait_ns=round(wait_s * 1e9), faults_max=2)
@@ -105,15 +105,21 @@ def test_another_run_goes_on_from_what_one_has_computed(tmp_path: Path) -> None:
 
 
 def test_more_prompts_than_are_asked_for_at_one_time(tmp_path: Path) -> None:
-    prompts = [prompt_of(10 + index % 5, index) for index in range(70)]
+    # No two begin alike: what one of them leaves on the device is nothing to another.
+    draws = random.Random(7)
+    prompts = [draws.choices(range(VOCAB_SIZE), k=10 + index % 5) for index in range(70)]
     with running(tmp_path, form=FORM) as cache:
-        Run(cache.link).generate(prompts)
+        # One after the other: steps take no time here, so that what many compute leaves the device
+        # before it can be stored.
+        first = Run(cache.link)
+        for prompt in prompts:
+            first.generate([prompt])
         at_rest(cache)
-        # Steps take no time here, so that much may leave the device before it can be stored.
-        run = Run(cache.link)
-        assert sum(run.generate(prompts)) > 0
+        # With room for all of them, what was fetched is still there when its turn comes.
+        run = Run(cache.link, num_blocks=513, num_slots=128, num_snapshots=96)
+        assert run.generate(prompts) == [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
         status = run.tiers.status()
-        assert status.num_hits + status.num_misses == 70 and not status.num_skipped
+        assert (status.num_hits, status.num_misses, status.num_skipped) == (70, 0, 0)
 
 
 class Silent:
@@ -323,6 +329,12 @@ def test_equal_requests_race_fetch_against_compute(tmp_path: Path) -> None:
         at_rest(cache)
 
 
+def _await(link: CacheLink, call: CacheCall) -> None:
+    arrived = threading.Event()
+    link.call(call, lambda _: arrived.set())
+    assert arrived.wait(30)
+
+
 def store_and_die(address: str) -> None:
     """What a worker does before it is killed, holding a lease."""
     link = CacheLink(address, FORM, SystemClock())
@@ -332,9 +344,12 @@ def store_and_die(address: str) -> None:
     request = Request("a", tuple(PROMPTS[0]), SamplingParams(max_tokens=1))
     keys = run.engine.transfers.keys_of(request)
     link._release = lambda *_: None  # type: ignore[method-assign]
-    arrived = threading.Event()
-    link.call(FetchPrefix("a", keys, 0, 0, ""), lambda _: arrived.set())
-    arrived.wait(30)
+    # Calls are taken in turn: once this one is answered, all places are reserved. They are filled
+    # on other threads.
+    _await(link, OfferPrefix(1, keys, ""))
+    while ask(address, "stats")["writes"]:
+        threading.Event().wait(0.05)
+    _await(link, FetchPrefix("a", keys, 0, 0, ""))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

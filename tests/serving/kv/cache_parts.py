@@ -156,7 +156,7 @@ class Cache:
     def settle(self) -> None:
         """Wait until everything that was posted has come through."""
         # A store takes two round trips, a copy between them, and a write.
-        for _ in range(200):
+        for _ in range(3000):
             self.wanted([b"?" * 16])
             numbers = self.fetcher.numbers()
             if not (numbers["writes"] or numbers["unwritten"] or numbers["leases"]):
