@@ -46,6 +46,7 @@ NODES_ORDER = (
         "storage_node",
         "metadata_node",
     ),
+    ("calls",),
     ("block_service", "kv_offload", "membership", "pools"),
     ("registry",),
     ("node",),

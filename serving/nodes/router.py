@@ -18,10 +18,8 @@ the current attempt is late, and is dropped, counted, and aborted where it comes
 a decode worker dies, and frontend and router are one process.
 """
 
-import enum
 import random
-from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
@@ -32,9 +30,10 @@ from serving.core.engine_status import total_status
 from serving.core.profiling import ProfileProblem, ProfileRefusal
 from serving.core.request import Request, RequestError, TokenDelta
 from serving.nodes import messages
+from serving.nodes.calls import Call, Calls, Phase
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import Outbox
-from serving.nodes.pools import DECODE, PLACES_MAX, Placement, WorkerPools
+from serving.nodes.pools import DECODE, PLACES_MAX, WorkerPools
 from serving.nodes.registry import JoinRefusedError, Member, Registry
 from serving.nodes.values import HandOffRef, NodeId
 
@@ -70,48 +69,6 @@ class RouterOptions:
     local_prefill_ms: float = 0.0
 
 
-class Phase(enum.Enum):
-    """How far an attempt has come."""
-
-    WAITING = "waiting"
-    RESERVING = "reserving"
-    PREFILLING = "prefilling"
-    PULLING = "pulling"
-    DECODING = "decoding"
-
-
-@dataclass(slots=True)
-class _Call:
-    """A request under way. `since_ns` is when its phase began."""
-
-    request: Request
-    frontend: NodeId
-    since_ns: int
-    tokens: list[int] = field(default_factory=list[int])
-    attempt: int = 0
-    num_failures: int = 0
-    phase: Phase = Phase.WAITING
-    num_cached: int | None = None
-    placement: Placement | None = None
-    last_fault: str = ""
-
-    @property
-    def attempt_id(self) -> str:
-        """The name of the current attempt."""
-        return f"{self.request.request_id}#{self.attempt}"
-
-    def current(self) -> Request:
-        """What the current attempt asks of a worker."""
-        return replace(
-            self.request, request_id=self.attempt_id, resumed_token_ids=tuple(self.tokens)
-        )
-
-    def is_at(self, node_id: NodeId) -> bool:
-        """Whether the current attempt needs this worker."""
-        members = [] if self.placement is None else self.placement.members
-        return any(member.node_id == node_id for member in members)
-
-
 class Router:
     """A node; see the text of the module.
 
@@ -133,9 +90,7 @@ class Router:
         self._options = options
         self._random = random_source
         self.pools = WorkerPools(self.registry, options.local_prefill_ms)
-        self._calls: dict[str, _Call] = {}
-        self._attempts: dict[str, _Call] = {}
-        self._waiting: deque[_Call] = deque()
+        self._calls = Calls()
         # Set while those that said that they have no room are left alone.
         self._is_resting = False
         self._stranded_since_ns: int | None = None
@@ -147,7 +102,7 @@ class Router:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for room."""
-        return len(self._waiting)
+        return self._calls.num_waiting
 
     @property
     def num_calls(self) -> int:
@@ -156,7 +111,7 @@ class Router:
 
     def phases(self) -> dict[str, int]:
         """How many requests are in each phase."""
-        return dict(Counter(call.phase.value for call in self._calls.values()))
+        return self._calls.phases()
 
     def overview(self) -> dict[str, object]:
         """Workers with what they hold, and where requests are, for people."""
@@ -176,7 +131,7 @@ class Router:
             ],
             "missing_roles": self.pools.missing_roles,
             "requests": self.phases(),
-            "num_waiting": len(self._waiting),
+            "num_waiting": self.num_waiting,
             "num_restarted": self.num_restarted,
             "num_stale": self.num_stale,
         }
@@ -194,7 +149,7 @@ class Router:
                 call = self._calls.get(request_id)
                 if call is not None:
                     self._leave_workers(call)
-                    self._end(call)
+                    self._calls.remove(call)
                     self._start_waiting()
             case messages.Join(generation, card):
                 self._on_join(source, generation, card)
@@ -222,7 +177,7 @@ class Router:
 
     def _on_submit(self, source: NodeId, request: Request) -> None:
         request_id = request.request_id
-        if request_id in self._calls:
+        if self._calls.get(request_id) is not None:
             return  # A duplicate: the first one is being served.
         refused = self._refusal(request)
         if refused is not None:
@@ -234,10 +189,9 @@ class Router:
             sampling = replace(sampling, seed=self._random.getrandbits(63))
         # Samples of one prompt may go to different workers.
         request = replace(request, sampling=sampling, fork_group=None)
-        call = _Call(request, source, self._clock.now_ns())
-        self._calls[request_id] = call
+        call = Call(request, source, self._clock.now_ns())
+        self._calls.add(call)
         self.outbox.send(source, messages.Admitted(request_id))
-        self._waiting.append(call)
         self._start_waiting()
 
     def _refusal(self, request: Request) -> messages.Refused | None:
@@ -255,7 +209,7 @@ class Router:
         except RequestError as error:
             return messages.Refused(request_id, RefusalReason.INVALID, str(error), error.param)
         limit = self._options.waiting_max
-        if len(self._waiting) >= limit:
+        if self.num_waiting >= limit:
             detail = f"{limit} requests wait for room already; send it again later"
             return messages.Refused(request_id, RefusalReason.BUSY, detail)
         return None
@@ -264,30 +218,30 @@ class Router:
         missing = self.pools.missing_roles
         failure = f"no {' and no '.join(missing)} worker is there" if missing else None
         total = total_status([m.status.engine for m in self.registry.members() if m.status])
-        num_waiting = total.num_waiting + len(self._waiting)
+        num_waiting = total.num_waiting + self.num_waiting
         return messages.WorkerStatus(query_id, failure, replace(total, num_waiting=num_waiting))
 
     # --- starting requests ---
 
     def _start_waiting(self) -> None:
         """Gives requests to workers, in their order, as far as there is room."""
-        while self._waiting and not self._is_resting and self._start(self._waiting[0]):
-            self._waiting.popleft()
+        while not self._is_resting and (call := self._calls.first()) is not None:
+            if not self._start(call):
+                return
 
-    def _start(self, call: _Call) -> bool:
-        num_tokens = len(call.request.prompt_token_ids) + len(call.tokens)
-        placement = call.placement = self.pools.place(num_tokens)
+    def _start(self, call: Call) -> bool:
+        placement = call.placement = self.pools.place(call.num_tokens)
         if placement is None:
             return False
         assert placement.decode is not None
-        self._attempts[call.attempt_id] = call
+        self._calls.begin(call)
         self._enter(call, Phase.RESERVING)
-        reserve = messages.Reserve(call.attempt_id, num_tokens)
+        reserve = messages.Reserve(call.attempt_id, call.num_tokens)
         self.outbox.send(placement.decode.node_id, reserve)
         return True
 
-    def _enter(self, call: _Call, phase: Phase) -> None:
-        call.phase, call.since_ns = phase, self._clock.now_ns()
+    def _enter(self, call: Call, phase: Phase) -> None:
+        call.enter(phase, self._clock.now_ns())
 
     # --- progress ---
 
@@ -296,7 +250,7 @@ class Router:
         attempt_id = getattr(message, "request_id", None)
         if attempt_id is None:
             return
-        call = self._attempts.get(attempt_id)
+        call = self._calls.of_attempt(attempt_id)
         if call is None or not call.is_at(source):
             self._drop_stale(source, attempt_id)
             return
@@ -318,7 +272,7 @@ class Router:
             case _:
                 pass
 
-    def _on_reserved(self, call: _Call) -> None:
+    def _on_reserved(self, call: Call) -> None:
         placement = call.placement
         assert placement is not None and placement.decode is not None
         decode = placement.decode.node_id
@@ -330,8 +284,8 @@ class Router:
         prefill = messages.Prefill(call.current(), decode)
         self.outbox.send(placement.prefill.node_id, prefill)
 
-    def _on_held(self, call: _Call, ref: HandOffRef) -> None:
-        prefill, decode = _pair(call)
+    def _on_held(self, call: Call, ref: HandOffRef) -> None:
+        prefill, decode = call.pair()
         assert call.placement is not None
         self.pools.finish_work(call.placement)
         self._enter(call, Phase.PULLING)
@@ -339,7 +293,7 @@ class Router:
         self.outbox.send(decode.node_id, take_over)
 
     def _on_refused(
-        self, call: _Call, source: NodeId, reason: RefusalReason, detail: str, param: str | None
+        self, call: Call, source: NodeId, reason: RefusalReason, detail: str, param: str | None
     ) -> None:
         if reason is RefusalReason.BUSY:
             # Nothing is wrong with the request or the worker: it waits for its turn again.
@@ -348,7 +302,7 @@ class Router:
             self.outbox.set_timer(RETRY, _RETRY_NS)
         elif reason is RefusalReason.INVALID:
             self._leave_workers(call)
-            self._end(call)
+            self._calls.remove(call)
             refused = messages.Refused(call.request.request_id, reason, detail, param)
             self.outbox.send(call.frontend, refused)
         else:
@@ -357,7 +311,7 @@ class Router:
     def _on_tokens(self, source: NodeId, deltas: tuple[TokenDelta, ...]) -> None:
         by_frontend: dict[NodeId, list[TokenDelta]] = {}
         for delta in deltas:
-            call = self._attempts.get(delta.request_id)
+            call = self._calls.of_attempt(delta.request_id)
             if call is None or not call.is_at(source):
                 self._drop_stale(source, delta.request_id)
                 continue
@@ -372,7 +326,7 @@ class Router:
             by_frontend.setdefault(call.frontend, []).append(told)
             if delta.finish_reason is not None:
                 self._leave_workers(call, ended_at=source)
-                self._end(call)
+                self._calls.remove(call)
         for frontend, some in by_frontend.items():
             self.outbox.send(frontend, messages.Tokens(tuple(some)))
         self._start_waiting()
@@ -384,9 +338,9 @@ class Router:
 
     # --- ends and restarts ---
 
-    def _leave_workers(self, call: _Call, ended_at: NodeId | None = None) -> None:
+    def _leave_workers(self, call: Call, ended_at: NodeId | None = None) -> None:
         """Gives back what the current attempt has at its workers."""
-        self._attempts.pop(call.attempt_id, None)
+        self._calls.end_attempt(call)
         placement, call.placement = call.placement, None
         if placement is None:
             return
@@ -396,19 +350,12 @@ class Router:
             if is_there and member.node_id != ended_at:
                 self.outbox.send(member.node_id, messages.Abort(call.attempt_id))
 
-    def _end(self, call: _Call) -> None:
-        del self._calls[call.request.request_id]
-        if call.phase is Phase.WAITING:
-            self._waiting.remove(call)
-
-    def _requeue(self, call: _Call) -> None:
-        """The attempt is over; the next one goes before all others, having waited longest."""
+    def _requeue(self, call: Call) -> None:
+        """The attempt is over without an end of the request."""
         self._leave_workers(call)
-        call.attempt += 1
-        self._enter(call, Phase.WAITING)
-        self._waiting.appendleft(call)
+        self._calls.requeue(call, self._clock.now_ns())
 
-    def _restart(self, call: _Call, detail: str) -> None:
+    def _restart(self, call: Call, detail: str) -> None:
         """The attempt has failed by no fault of the request."""
         self.num_restarted += 1
         call.num_failures += 1
@@ -417,8 +364,8 @@ class Router:
         if call.num_failures >= self._options.attempts_max:
             self._give_up(call, f"{call.num_failures} attempts failed; the last one: {detail}")
 
-    def _give_up(self, call: _Call, detail: str) -> None:
-        self._end(call)
+    def _give_up(self, call: Call, detail: str) -> None:
+        self._calls.remove(call)
         self.outbox.send(call.frontend, messages.Failed(call.request.request_id, detail))
 
     # --- members ---
@@ -451,7 +398,7 @@ class Router:
         """A worker's life is over: its requests start again elsewhere."""
         self.registry.remove(member.node_id)
         self.pools.lose(member)
-        for call in [c for c in self._calls.values() if c.is_at(member.node_id)]:
+        for call in [c for c in self._calls if c.is_at(member.node_id)]:
             self._restart(call, detail)
 
     def _sweep(self) -> None:
@@ -461,7 +408,7 @@ class Router:
                 member,
                 f"{member.node_id} was silent for {s_of_ns(now_ns - member.seen_ns):.1f} s",
             )
-        for call in list(self._calls.values()):
+        for call in self._calls:
             is_waiting_for_answer = call.phase in (Phase.RESERVING, Phase.PULLING)
             if is_waiting_for_answer and now_ns - call.since_ns >= self._options.answer_ns:
                 self._restart(call, f"no answer while {call.phase.value}")
@@ -476,7 +423,7 @@ class Router:
         if self._stranded_since_ns is None:
             self._stranded_since_ns = now_ns
         if now_ns - self._stranded_since_ns >= self._options.stranded_ns:
-            for call in list(self._waiting):
+            for call in self._calls.waiting:
                 fault = f" ({call.last_fault})" if call.last_fault else ""
                 self._give_up(call, f"there is no {' and no '.join(missing)} worker{fault}")
 
@@ -488,13 +435,6 @@ class Router:
                 attempt_id = request.request_id
             case _:
                 return
-        call = self._attempts.get(attempt_id)
+        call = self._calls.of_attempt(attempt_id)
         if call is not None:
             self._restart(call, f"{destination} cannot be reached")
-
-
-def _pair(call: _Call) -> tuple[Member, Member]:
-    """The workers of an attempt that needs both."""
-    placement = call.placement
-    assert placement is not None and placement.prefill is not None and placement.decode is not None
-    return placement.prefill, placement.decode

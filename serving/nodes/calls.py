@@ -1,0 +1,139 @@
+"""The requests that a router has under way: by their names, by the names of their attempts, and in
+the line of those that wait for room.
+"""
+
+import enum
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from serving.core.request import Request
+from serving.nodes.pools import Placement
+from serving.nodes.registry import Member
+from serving.nodes.values import NodeId
+
+
+class Phase(enum.Enum):
+    """How far an attempt has come."""
+
+    WAITING = "waiting"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    PULLING = "pulling"
+    DECODING = "decoding"
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request under way. `since_ns` is when its phase began."""
+
+    request: Request
+    frontend: NodeId
+    since_ns: int
+    tokens: list[int] = field(default_factory=list[int])
+    attempt: int = 0
+    num_failures: int = 0
+    phase: Phase = Phase.WAITING
+    num_cached: int | None = None
+    placement: Placement | None = None
+    last_fault: str = ""
+
+    @property
+    def attempt_id(self) -> str:
+        """The name of the current attempt."""
+        return f"{self.request.request_id}#{self.attempt}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV the current attempt needs before it goes on."""
+        return len(self.request.prompt_token_ids) + len(self.tokens)
+
+    def current(self) -> Request:
+        """What the current attempt asks of a worker."""
+        return replace(
+            self.request, request_id=self.attempt_id, resumed_token_ids=tuple(self.tokens)
+        )
+
+    def enter(self, phase: Phase, now_ns: int) -> None:
+        """A phase begins."""
+        self.phase, self.since_ns = phase, now_ns
+
+    def is_at(self, node_id: NodeId) -> bool:
+        """Whether the current attempt needs this worker."""
+        members = [] if self.placement is None else self.placement.members
+        return any(member.node_id == node_id for member in members)
+
+    def pair(self) -> tuple[Member, Member]:
+        """The workers of an attempt that needs a prefill and a decode worker."""
+        placement = self.placement
+        assert placement is not None and placement.prefill is not None
+        assert placement.decode is not None
+        return placement.prefill, placement.decode
+
+
+class Calls:
+    """All requests under way. One is in line, or an attempt at it is under way."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
+        self._attempts: dict[str, Call] = {}
+        self._waiting: deque[Call] = deque()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[Call]:
+        """Those there are now; they may be changed meanwhile."""
+        return iter(list(self._calls.values()))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line."""
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[Call]:
+        """Those in line, the next one first."""
+        return list(self._waiting)
+
+    def first(self) -> Call | None:
+        """The next one in line."""
+        return self._waiting[0] if self._waiting else None
+
+    def phases(self) -> dict[str, int]:
+        """How many requests are in each phase."""
+        return dict(Counter(call.phase.value for call in self._calls.values()))
+
+    def get(self, request_id: str) -> Call | None:
+        """The request of a name; None if it is not under way."""
+        return self._calls.get(request_id)
+
+    def of_attempt(self, attempt_id: str) -> Call | None:
+        """The request whose current attempt has this name; None if there is none."""
+        return self._attempts.get(attempt_id)
+
+    def add(self, call: Call) -> None:
+        """A new request, at the end of the line."""
+        self._calls[call.request.request_id] = call
+        self._waiting.append(call)
+
+    def begin(self, call: Call) -> None:
+        """An attempt begins: the request leaves the line."""
+        self._waiting.remove(call)
+        self._attempts[call.attempt_id] = call
+
+    def end_attempt(self, call: Call) -> None:
+        """The current attempt, if there is one, is over."""
+        self._attempts.pop(call.attempt_id, None)
+
+    def requeue(self, call: Call, now_ns: int) -> None:
+        """The next attempt goes before all others, having waited longest."""
+        call.attempt += 1
+        call.enter(Phase.WAITING, now_ns)
+        self._waiting.appendleft(call)
+
+    def remove(self, call: Call) -> None:
+        """The request is over."""
+        del self._calls[call.request.request_id]
+        if call.phase is Phase.WAITING:
+            self._waiting.remove(call)
