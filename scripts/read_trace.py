@@ -2,8 +2,10 @@
 
 Of each operation the time that is its own counts, without that of operations inside of it, and is
 added to its scope. On a CPU these are the times of the operations themselves, wherever they ran;
-threads that an operation uses besides are not counted. Traces of other programs work too, if a
-`scopes.json` (see `serving/engine/profiler.py`) lies beside them.
+threads that an operation uses besides are not counted. Only the steps that `POST /profile` named
+count, not those that ran beside them while the trace was opened and closed. Traces of other
+programs work too, if a `scopes.json` (see `serving/engine/profiler.py`) lies beside them; without a
+`steps.json` all their steps count.
 
     python scripts/read_trace.py DIRECTORY [--depth N] [--json FILE]
 """
@@ -13,14 +15,14 @@ import json
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jax.profiler import ProfileData
 
-from serving.engine.profiler import SCOPES_FILE
+from serving.engine.profiler import SCOPES_FILE, STEPS_FILE
 
 NO_SCOPE = "(none)"
 
@@ -64,11 +66,14 @@ def main() -> int:
     warnings.filterwarnings("ignore", "builtin type", DeprecationWarning)
     try:
         profile, scopes = read(args.directory)
+        counted = counted_steps(args.directory)
     except UnreadableTraceError as error:
         print(f"read_trace: {error}", file=sys.stderr)
         return 2
-    steps = list(steps_of(profile))
-    operations = list(operations_of(profile))
+    steps, operations = list(steps_of(profile)), list(operations_of(profile))
+    if counted is not None:
+        steps = [step for step in steps if step.number in counted]
+        operations = operations_within(operations, scopes, steps)
     by_scope = ms_by_scope(operations, scopes, args.depth)
     device_ms = ms_by_run(operations, scopes)
     total = sum(by_scope.values())
@@ -103,6 +108,42 @@ def read(directory: Path) -> tuple[Any, dict[str, dict[str, str]]]:
             f"{directory / SCOPES_FILE}: cannot be read; expected it beside the trace"
         ) from None
     return ProfileData.from_file(str(files[-1])), scopes
+
+
+def counted_steps(directory: Path) -> set[int] | None:
+    """The numbers of the steps that were asked for; None for all that are in the trace.
+
+    Raises:
+        UnreadableTraceError: they are there but cannot be read.
+    """
+    path = directory / STEPS_FILE
+    try:
+        return set(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        raise UnreadableTraceError(f"{path}: cannot be read; expected numbers of steps") from None
+
+
+def operations_within(
+    operations: Iterable[Operation], scopes: dict[str, dict[str, str]], steps: Sequence[Step]
+) -> list[Operation]:
+    """The operations of the runs of `steps`, which are consecutive.
+
+    Steps run in the order in which they are dispatched, and when the first of them was, nothing
+    before it was running any more (`StepProfiler.submit`).
+    """
+    if not steps:
+        return []
+    some = [operation for operation in operations if operation.program in scopes]
+    starts: dict[int, float] = {}
+    for operation in some:
+        starts[operation.run_id] = min(
+            operation.start_ns, starts.get(operation.run_id, operation.start_ns)
+        )
+    later = [run_id for run_id, start in starts.items() if start >= steps[0].start_ns]
+    within = set(sorted(later, key=lambda run_id: starts[run_id])[: len(steps)])
+    return [operation for operation in some if operation.run_id in within]
 
 
 def steps_of(profile: Any) -> Iterator[Step]:

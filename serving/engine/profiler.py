@@ -6,11 +6,15 @@ annotation with its number, which costs about a microsecond while no trace is ma
 Events of a device name operations of a compiled program (`fusion.12`), not the parts of the model
 they belong to. Those stand in the program's text, as the metadata of each operation; so a trace
 directory also gets `scopes.json`: program -> operation -> scope, such as `draft/attention`.
+
+A trace also holds the beginnings of steps around those that were asked for, because it is opened
+and closed while steps run; `steps.json` has the numbers of those that count.
 """
 
 import re
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -24,6 +28,7 @@ from serving.engine.engine import Executor
 from serving.engine.kv_moves import TransferPassage
 
 SCOPES_FILE = "scopes.json"
+STEPS_FILE = "steps.json"
 
 _PROGRAM = re.compile(r"^HloModule ([^\s,]+)")
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%?([^\s=]+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
@@ -37,7 +42,8 @@ class StepProfiler(TransferPassage):
     """An executor around another one, whose steps can be traced.
 
     Args:
-        executor: runs the steps. They may be submitted and collected on different threads.
+        executor: runs the steps. They are submitted and collected on different threads: the first
+            step of a trace is held back until those before it are collected.
         directory: traces go to folders of their own in it; None makes none.
         programs: texts of the compiled programs that run, in the notation of XLA.
     """
@@ -54,27 +60,37 @@ class StepProfiler(TransferPassage):
         self._is_tracing = threading.Lock()
         self._changed = threading.Condition()
         self._num_wanted = 0
-        self._submitted: list[int] = []
-        self._num_running = 0
+        self._counted: list[int] = []
+        self._in_flight: deque[int] = deque()
         self._is_closed = False
 
     def submit(self, plan: StepPlan) -> None:
         """Dispatch a step under its number."""
         with self._changed:
-            if len(self._submitted) < self._num_wanted:
-                self._submitted.append(plan.step_index)
-                self._num_running += 1
-        with jax.profiler.StepTraceAnnotation(plan.kind.value, step_num=plan.step_index):
-            self._executor.submit(plan)
+            if self._num_wanted and not self._counted:
+                # Events of the device have no numbers of steps. Whoever reads the trace can tell
+                # whose they are because nothing that was dispatched before runs any more.
+                self._changed.wait_for(self._may_begin)
+            if len(self._counted) < self._num_wanted:
+                self._counted.append(plan.step_index)
+            self._in_flight.append(plan.step_index)
+        try:
+            with jax.profiler.StepTraceAnnotation(plan.kind.value, step_num=plan.step_index):
+                self._executor.submit(plan)
+        except BaseException:
+            with self._changed:
+                self._in_flight.pop()
+                self._changed.notify_all()
+            raise
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step."""
-        result = self._executor.collect()
-        with self._changed:
-            if result.step_index in self._submitted:
-                self._num_running -= 1
+        try:
+            return self._executor.collect()
+        finally:
+            with self._changed:
+                self._in_flight.popleft()
                 self._changed.notify_all()
-        return result
 
     def move(self, transfer: KVTransfer) -> None:
         """Dispatch a transfer under its number."""
@@ -113,17 +129,24 @@ class StepProfiler(TransferPassage):
         jax.profiler.start_trace(directory, profiler_options=options)
         try:
             with self._changed:
-                self._submitted, self._num_running = [], 0
+                self._counted = []
                 self._num_wanted = num_steps
                 self._changed.wait_for(self._is_over, timeout_s)
                 self._num_wanted = 0
-                step_indexes = tuple(self._submitted)
+                step_indexes = tuple(self._counted)
+                self._changed.notify_all()
         finally:
             jax.profiler.stop_trace()
+        (directory / STEPS_FILE).write_bytes(msgspec.json.encode(step_indexes))
         return ProfileCapture(str(directory), step_indexes)
 
+    def _may_begin(self) -> bool:
+        return not self._in_flight or not self._num_wanted or self._is_closed
+
     def _is_over(self) -> bool:
-        has_all = len(self._submitted) == self._num_wanted and not self._num_running
+        has_all = len(self._counted) == self._num_wanted and not (
+            self._in_flight and self._in_flight[0] <= self._counted[-1]
+        )
         return has_all or self._is_closed
 
 

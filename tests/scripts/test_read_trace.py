@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from scripts import read_trace
-from scripts.read_trace import Operation, ms_by_run, ms_by_scope
-from serving.engine.profiler import SCOPES_FILE, scopes_of
+from scripts.read_trace import Operation, Step, ms_by_run, ms_by_scope, operations_within
+from serving.engine.profiler import SCOPES_FILE, STEPS_FILE, scopes_of
 
 SCOPES = {"jit_a": {"dot.1": "draft/attention/inner", "sin": "draft"}}
 
@@ -42,8 +42,21 @@ def test_runs_span_their_operations() -> None:
     assert ms_by_run(some, SCOPES) == [3.0, 1.0]
 
 
+def test_runs_around_the_steps_are_left_out() -> None:
+    steps = [Step("decode", number, 2e7 + number, 1.0) for number in (0, 1)]
+    some = [operation("sin", 1e6, run_id=run_id) for run_id in (5, 4, 3, 1)]
+    some.append(operation("sin", 1e6, run_id=2, program="jit_other"))
+    found = operations_within(some, SCOPES, steps)
+    assert sorted(one.run_id for one in found) == [3, 4]
+    assert operations_within(some, SCOPES, []) == []
+
+
+@pytest.mark.parametrize("counted", [None, [8]])
 def test_a_real_trace_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    counted: list[int] | None,
 ) -> None:
     def decode(x: jax.Array) -> jax.Array:
         with jax.named_scope("moe"):
@@ -55,18 +68,22 @@ def test_a_real_trace_is_shown(
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with jax.profiler.trace(tmp_path, profiler_options=options):
-        for number in (7, 8):
+        for number in (7, 8, 9):
             with jax.profiler.StepTraceAnnotation("decode", step_num=number):
                 program(x).block_until_ready()
+    if counted is not None:
+        (tmp_path / STEPS_FILE).write_text(json.dumps(counted))
     figures = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["read_trace", str(tmp_path), "--json", str(figures)])
     assert read_trace.main() == 0
     shown = capsys.readouterr().out
     lines = [line.split() for line in shown.splitlines()]
-    assert [line[:2] for line in lines[-2:]] == [["7", "decode"], ["8", "decode"]]
-    assert "-" not in lines[-1] + lines[-2], "every step has a time on the device"
+    expected = counted or [7, 8, 9]
+    shown_steps = lines[lines.index(["step", "kind", "dispatch", "ms", "device", "ms"]) + 1 :]
+    assert [line[:2] for line in shown_steps] == [[str(number), "decode"] for number in expected]
+    assert "-" not in sum(shown_steps, []), "every step has a time on the device"
     written = json.loads(figures.read_text())
-    assert written["steps"] == [7, 8] and written["ms_by_scope"]["moe"] > 0
+    assert written["steps"] == expected and written["ms_by_scope"]["moe"] > 0
 
 
 def test_what_is_no_trace_is_said_in_one_line(
@@ -80,3 +97,7 @@ def test_what_is_no_trace_is_said_in_one_line(
     (folder / "host.xplane.pb").write_bytes(b"")
     assert read_trace.main() == 2
     assert SCOPES_FILE in capsys.readouterr().err
+    (tmp_path / SCOPES_FILE).write_text("{}")
+    (tmp_path / STEPS_FILE).write_text("seven")
+    assert read_trace.main() == 2
+    assert STEPS_FILE in capsys.readouterr().err

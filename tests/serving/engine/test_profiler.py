@@ -6,6 +6,7 @@ back with the profiler's own reader; texts of programs by hand.
 """
 
 import dataclasses
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from scripts import read_trace
 from serving.core.buckets import Bucket, StepKind
 from serving.core.kv_transfer import KVTransfer
 from serving.core.profiling import ProfileCapture, ProfileProblem, ProfileRefusal
@@ -61,10 +63,14 @@ def device() -> SmallDevice:
 
 
 def run(profiler: StepProfiler, index: int) -> None:
+    submit(profiler, index)
+    profiler.collect()
+
+
+def submit(profiler: StepProfiler, index: int) -> None:
     one = np.ones(1, np.int32)
     columns = [one, one, one, one, one, one[:, None], one, one, one, one]
     profiler.submit(StepPlan(index, StepKind.DECODE, Bucket(1, 1, 1), *columns))
-    profiler.collect()
 
 
 def run_until(profiler: StepProfiler, capture: Future[Any]) -> Any:
@@ -106,6 +112,54 @@ def test_a_trace_holds_its_steps_and_the_scopes_of_their_operations(
     with ThreadPoolExecutor() as pool:
         again = run_until(profiler, pool.submit(profiler.capture, 1, 60.0))
     assert len(again.step_indexes) == 1 and again.directory != result.directory
+
+
+def test_a_trace_of_steps_side_by_side_shows_the_ones_that_count(
+    device: SmallDevice, tmp_path: Path
+) -> None:
+    """Two steps in flight, as in the server, so that others run when the trace begins and ends."""
+    profiler = StepProfiler(device, tmp_path, lambda: [device.program.as_text()])
+    room: queue.SimpleQueue[None] = queue.SimpleQueue()
+    submitted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    oldest: list[int] = []
+
+    def submit_all(capture: Future[Any]) -> None:
+        index = 5
+        while not capture.done():
+            room.get()
+            submit(profiler, index)
+            submitted.put(index)
+            index += 1
+        submitted.put(None)
+
+    def collect_all() -> None:
+        room.put(None)
+        room.put(None)
+        while (index := submitted.get()) is not None:
+            if profiler._counted and not oldest:
+                oldest.append(index)
+            profiler.collect()
+            room.put(None)
+
+    with ThreadPoolExecutor() as pool:
+        capture = pool.submit(profiler.capture, 3, 60.0)
+        pool.submit(submit_all, capture)
+        pool.submit(collect_all).result()
+    made = capture.result()
+    assert isinstance(made, ProfileCapture) and len(made.step_indexes) == 3
+    assert oldest == [made.step_indexes[0]], "it began when no other was running"
+    directory = Path(made.directory)
+    assert read_trace.counted_steps(directory) == set(made.step_indexes)
+    profile, scopes = read_trace.read(directory)
+    steps = [step for step in read_trace.steps_of(profile) if step.number in made.step_indexes]
+    operations = read_trace.operations_within(read_trace.operations_of(profile), scopes, steps)
+    spans = {run: [] for run in sorted({operation.run_id for operation in operations})}
+    assert len(spans) == 3
+    for operation in operations:
+        spans[operation.run_id].append(operation.start_ns)
+    # The made-up device runs a step while it is dispatched.
+    for step, starts in zip(steps, sorted(spans.values(), key=min), strict=True):
+        assert step.start_ns <= min(starts) <= max(starts) <= step.start_ns + step.dispatch_ns
 
 
 def test_a_wait_without_steps_ends_with_its_time_or_with_the_server(
