@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command in ("keys", "usage"):
             return _administrate(config, options)
         if options.command == "cache":
-            return ask_cache(options, config.kv, config.cluster)
+            return ask_cache(options, config.tiers, config.cluster)
         _set_process_up(config)
         if options.command == "node" and options.role in WORKER_ROLES:
             return _work(config, options)
@@ -68,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "node":
             # Devices belong to the servers.
             os.environ["JAX_PLATFORMS"] = "cpu"
-            from serving.frontend.auth import Authenticator, SqliteKeyStore
-
-            keys = Authenticator(SqliteKeyStore(_database_of(config)))
-            return run_node(options, config.kv, config.cluster, keys.salt_of)
+            return run_node(options, config, partial(_salt_of, config))
         if options.command == "generate":
             return _generate(config, options)
         if config.cluster.is_on:
@@ -98,6 +95,12 @@ def _administrate(config: ServingConfig, options: argparse.Namespace) -> int:
     if options.command == "usage":
         return run_usage(options, database, _say)
     return run_keys(options, database, SystemClock().unix_s(), _say)
+
+
+def _salt_of(config: ServingConfig, tenant: str) -> str | None:
+    from serving.frontend.auth import Authenticator, SqliteKeyStore
+
+    return Authenticator(SqliteKeyStore(_database_of(config))).salt_of(tenant)
 
 
 def _database_of(config: ServingConfig) -> Path:
@@ -262,11 +265,7 @@ def _supervise(config: ServingConfig, options: argparse.Namespace) -> int:
     with meeting_place(config.cluster) as changes:
         options.set += [*changes, f"server.port={port}"]
         config = override_from_text(config, changes)
-        with cache_process(config.kv, config.cluster, options) as cache:
-            if cache is not None:
-                cache.wait_until_ready()
-                options.set.append(f"kv.address={cache.address}")
-            return asyncio.run(run_cluster(config, _arguments_of(options), _say))
+        return asyncio.run(run_cluster(config, _arguments_of(options), _say))
 
 
 def _arguments_of(options: argparse.Namespace) -> list[str]:

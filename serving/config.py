@@ -5,7 +5,7 @@ all of them out. Command line flags arrive through `sharding.config_file.overrid
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -268,8 +268,14 @@ class PriceOptions:
 WORKER_ROLES = ("prefill", "decode")
 """The roles that serve requests, in the order in which a cluster starts them."""
 
+TIER_ROLES = ("storage", "metadata")
+"""The roles that keep what workers have computed, and tell nodes of each other."""
+
 ROUTER_NAME = "router"
 """What the router is called among nodes."""
+
+CACHE_NAME = "cache"
+"""What the cache process of a cluster's machine is called among nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +287,7 @@ class NodeOptions:
     `cluster.directory`.
     """
 
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "storage", "metadata"]
     address: str = ""
 
 
@@ -289,7 +295,7 @@ class NodeOptions:
 class ClusterOptions:
     """Which processes serve together; a table without nodes means one process for everything.
 
-    `nodes`: workers by name.
+    `nodes`: by name: workers, storage nodes and at most one metadata node.
     `router`: where the router listens; empty for a socket in `directory`.
     `directory`: of sockets, on one machine; empty makes one that is removed at the end.
     `key_file`: holds the secret that all nodes share; empty makes one in `directory`.
@@ -327,8 +333,11 @@ class ClusterOptions:
         for role in WORKER_ROLES:
             has_role = any(node.role == role for node in self.nodes.values())
             check(has_role, "nodes", "/".join(self.nodes), f"a {role} worker among them")
-        is_free = ROUTER_NAME not in self.nodes
-        check(is_free, f"nodes.{ROUTER_NAME}", "a worker", "another name; this is the router's")
+        for name, whose in ((ROUTER_NAME, "router"), (CACHE_NAME, "cache process")):
+            is_free = name not in self.nodes
+            check(is_free, f"nodes.{name}", "a node", f"another name; this is the {whose}'s")
+        metadata = self.named("metadata")
+        check(len(metadata) <= 1, "nodes", "/".join(metadata), "one metadata node at most")
         places = {ROUTER_NAME: self.router} | {n: o.address for n, o in self.nodes.items()}
         seen: dict[str, str] = {}
         for name, address in places.items():
@@ -345,6 +354,15 @@ class ClusterOptions:
     def is_on(self) -> bool:
         """Whether there is more than one process."""
         return bool(self.nodes)
+
+    def named(self, role: str) -> list[str]:
+        """The names of the nodes of a role."""
+        return [name for name, node in self.nodes.items() if node.role == role]
+
+    @property
+    def metadata(self) -> str:
+        """Where the metadata node listens; empty if there is none, or nobody says."""
+        return next((self.address_of(name) for name in self.named("metadata")), "")
 
     def address_of(self, name: str) -> str:
         """Where the node of a name listens; `router` for the router. Empty if nobody says."""
@@ -373,6 +391,35 @@ class ServingConfig:
     prices: PriceOptions = field(default_factory=PriceOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     sharding: str = "single"
+
+    def __post_init__(self) -> None:
+        kv, storage = self.kv, self.cluster.named("storage")
+        is_erasure = kv.storage == "erasure" and not kv.address
+        if is_erasure:
+            names = {*storage, *kv.erasure.nodes}
+            code = (kv.erasure.data_fragments, kv.erasure.parity_fragments)
+            check(bool(names), "kv.erasure.nodes", "none", "at least one storage node")
+            is_enough = not storage or len(names) >= sum(code)
+            what = f"{len(names)} storage nodes"
+            check(is_enough, "cluster.nodes", what, f"at least {sum(code)}, a fragment for each")
+        for name in storage:
+            is_used = kv.storage == "erasure"
+            check(is_used, f"cluster.nodes.{name}", "a storage node", "kv.storage = 'erasure'")
+
+    @property
+    def tiers(self) -> KVOptions:
+        """The table `kv` with what the nodes of the cluster add to it."""
+        kv, cluster = self.kv, self.cluster
+        has_tier_nodes = any(node.role in TIER_ROLES for node in cluster.nodes.values())
+        if cluster.directory and not kv.directory and has_tier_nodes:
+            kv = replace(kv, directory=str(Path(cluster.directory).expanduser() / "kv"))
+        addresses = {name: cluster.address_of(name) for name in cluster.named("storage")}
+        if any(addresses.values()):
+            nodes = {**addresses, **kv.erasure.nodes}
+            kv = replace(kv, erasure=replace(kv.erasure, nodes=nodes))
+        if cluster.metadata and kv.storage in ("disk", "object") and not kv.metadata:
+            kv = replace(kv, metadata=cluster.metadata)
+        return kv
 
 
 def load_config(path: str | Path | None = None) -> ServingConfig:

@@ -11,22 +11,34 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serving.config import ROUTER_NAME, WORKER_ROLES, ClusterOptions, KVOptions
+from serving.config import (
+    CACHE_NAME,
+    ROUTER_NAME,
+    WORKER_ROLES,
+    ClusterOptions,
+    KVOptions,
+    ServingConfig,
+)
 from sharding.config_file import ConfigError
 
 if TYPE_CHECKING:
     from serving.frontend.cache_admin import CacheAccess, Numbers
+    from serving.kv.cluster_key import ClusterKey
+    from serving.kv.eviction import TenantLimits
     from serving.kv.link import CacheLink
     from serving.kv.store import PayloadForm
     from serving.kv_process import CacheProcess
 
-ROLES = ("cache", "metadata", "storage", ROUTER_NAME, *WORKER_ROLES)
+ROLES = (CACHE_NAME, "metadata", "storage", ROUTER_NAME, *WORKER_ROLES)
 QUESTIONS = ("stats", "flush", "purge", "verify", "repair", "drain", "rejoin", "stop")
 PREFIX_ACTIONS = ("pin", "unpin", "warm")
 _WARM_S = 900.0
+_CACHE_START_S = 30.0
+"""How long a worker waits for a cache process, which may be about to be started anew."""
 
 AddConfig = Callable[[argparse.ArgumentParser], None]
 
@@ -73,8 +85,7 @@ def add_commands(
 
 def run_node(
     options: argparse.Namespace,
-    kv: KVOptions,
-    cluster: ClusterOptions,
+    config: ServingConfig,
     salt_of: Callable[[str], str | None],
 ) -> int:
     """Run a node until it is stopped; `salt_of` gives the salts of tenants with keys.
@@ -82,29 +93,47 @@ def run_node(
     Raises:
         ConfigError: the configuration has no tiers, or they cannot be used.
     """
-    from serving.kv_process import default_address, limits_by_tenant, run_cache
-    from serving.kv_storage import check_address, print_ready, read_key, run_storage_node
+    from serving.kv_storage import read_key, stop_signal
 
+    kv, cluster = config.tiers, config.cluster
     key = read_key(cluster.key_file)
-    limits = limits_by_tenant(kv, salt_of)
-    if options.role == "metadata":
-        from serving.metadata_process import run_metadata
+    with stop_signal(options.parent) as is_over:
+        if options.role == "storage":
+            from serving.kv_storage import run_storage_node
 
-        address = options.listen or kv.metadata
-        if not address or not kv.directory:
-            raise ConfigError(
-                "a metadata node needs --listen or kv.metadata, and a folder in kv.directory"
-            )
-        check_address(address, key)
-        run_metadata(kv, options.name, address, lambda at: print_ready("metadata", at), key, limits)
-        return 0
-    if options.role == "storage":
-        run_storage_node(kv, options.name, options.listen, key)
-        return 0
-    if not kv.is_on:
-        raise ConfigError("kv.storage is 'off'; expected another value for a cache process")
-    run_cache(kv, options.listen or kv.address or default_address(kv), options.parent, key, limits)
+            run_storage_node(kv, options.name, options.listen, key, cluster.metadata, is_over)
+            return 0
+        from serving.kv_process import default_address, limits_by_tenant, run_cache
+
+        limits = limits_by_tenant(kv, salt_of)
+        if options.role == "metadata":
+            address = options.listen or cluster.metadata or kv.metadata
+            _run_metadata(kv, options.name, address, key, limits, is_over)
+            return 0
+        if not kv.is_on:
+            raise ConfigError("kv.storage is 'off'; expected another value for a cache process")
+        address = options.listen or kv.address or default_address(kv)
+        run_cache(kv, address, is_over, key, limits)
     return 0
+
+
+def _run_metadata(
+    kv: KVOptions,
+    name: str,
+    address: str,
+    key: "ClusterKey | None",
+    limits: "dict[bytes, TenantLimits]",
+    is_over: Callable[[], bool],
+) -> None:
+    from serving.kv_storage import check_address, print_ready
+    from serving.metadata_process import run_metadata
+
+    if not address or not kv.directory:
+        raise ConfigError(
+            "a metadata node needs --listen or kv.metadata, and a folder in kv.directory"
+        )
+    check_address(address, key)
+    run_metadata(kv, name, address, partial(print_ready, "metadata"), key, limits, is_over)
 
 
 def ask_cache(options: argparse.Namespace, kv: KVOptions, cluster: ClusterOptions) -> int:
@@ -120,7 +149,7 @@ def ask_cache(options: argparse.Namespace, kv: KVOptions, cluster: ClusterOption
     from serving.kv_process import ask, default_address
     from serving.kv_storage import read_key
 
-    address = options.address or kv.address
+    address = options.address or kv.address or cluster.address_of(CACHE_NAME)
     if not address:
         if not kv.directory:
             raise ConfigError(
@@ -239,7 +268,7 @@ def cache_link(
 
     key = read_key(cluster.key_file)
     if cache is None:
-        ask(kv.address, "stats", timeout_s=5.0, key=key)
+        ask(kv.address, "stats", timeout_s=_CACHE_START_S, key=key)
     else:
         cache.wait_until_ready()
     address = kv.address if cache is None else cache.address

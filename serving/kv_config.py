@@ -14,7 +14,8 @@ SECONDS_MAX = 1e6
 class ErasureOptions:
     """Stripes over storage nodes, for `kv.storage = "erasure"`.
 
-    `nodes`: addresses by name; those that know each other need not all be named.
+    `nodes`: addresses by name, beside the storage nodes of `[cluster]`; those that know each other
+    need not all be named.
     `data_fragments`, `parity_fragments`: of each stripe, on as many nodes; any `data_fragments` of
     them give all of it back.
     `read_s`, `write_s`: how long a read and a write may take; what has not come then is a miss.
@@ -166,8 +167,6 @@ class KVOptions:
         if self.storage in ("memory", "erasure", "mooncake"):
             expected = f"nothing with {self.storage!r}: its processes need none"
             check(not self.metadata, "metadata", self.metadata, expected)
-        if self.storage == "erasure" and not self.address:
-            check(bool(self.erasure.nodes), "erasure.nodes", "none", "at least one storage node")
         if self.storage == "object" and not self.address:
             given = bool(self.object.kvstore)
             check(given, "object.kvstore", "nothing", "a URL such as 's3://bucket/folder/'")

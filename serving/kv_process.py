@@ -62,11 +62,11 @@ def limits_by_tenant(
 def run_cache(
     options: KVOptions,
     address: str,
-    parent: int | None = None,
+    is_over: Callable[[], bool] | None = None,
     key: ClusterKey | None = None,
     limits: Mapping[bytes, TenantLimits] | None = None,
 ) -> None:
-    """Keep prefixes until asked to stop, or until the process `parent` is gone.
+    """Keep prefixes until asked to stop, or until `is_over`.
 
     With a key, only those who have it are answered. `limits` are those of single tenants.
 
@@ -96,8 +96,8 @@ def run_cache(
             raise ConfigError(f"{address}: cannot listen there: {error.strerror}") from None
         for tenant, own in (limits or {}).items():
             fetcher.limit(tenant, own)
-        if parent is not None:
-            fetcher.stop_when(lambda: os.getppid() != parent)
+        if is_over is not None:
+            fetcher.stop_when(is_over)
         print_ready("cache", address)
         fetcher.run()
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import fcntl
+import os
 import random
 import secrets
+import signal
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -17,15 +20,22 @@ from serving.kv.directory_link import DirectoryLink
 from serving.kv.segment_tier import SegmentStorage
 from serving.kv.shared_tier import SharedTier
 from serving.kv.store import BlockStore, StoreError
+from serving.kv.whereabouts import Announcer, Here
 from serving.kv_config import KVOptions
 from serving.transport.driver import SystemClock
 from sharding.config_file import ConfigError
+
+if TYPE_CHECKING:
+    from serving.kv.storage_node import StorageNode
 
 READY = "ready"
 _METADATA_S = 5.0
 """For an answer of the metadata node; requests wait for no longer than `kv.wait_s`."""
 
 _LOCK_WAIT_S = 10.0
+_LOOK_S = 0.1
+"""How often a storage node looks whether it is to end."""
+
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -50,6 +60,20 @@ def check_address(address: str, key: ClusterKey | None) -> None:
             f"{address}: other machines can reach it; expected cluster.key_file to name a file "
             "with a secret, or an address of this machine alone"
         )
+
+
+@contextlib.contextmanager
+def stop_signal(parent: int | None = None) -> Iterator[Callable[[], bool]]:
+    """Whether a node is to end: SIGTERM has come, or the process `parent` that started it is gone.
+
+    For the main thread.
+    """
+    has_come: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: has_come.append(number))
+    try:
+        yield lambda: bool(has_come) or (parent is not None and os.getppid() != parent)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def print_ready(what: str, address: str) -> None:
@@ -186,12 +210,18 @@ def _share(segments: SegmentStorage, options: KVOptions, key: ClusterKey | None)
 
 
 def run_storage_node(
-    options: KVOptions, name: str, address: str | None, key: ClusterKey | None
+    options: KVOptions,
+    name: str,
+    address: str | None,
+    key: ClusterKey | None,
+    metadata: str = "",
+    is_over: Callable[[], bool] | None = None,
 ) -> None:
-    """Keep fragments until asked to stop.
+    """Keep fragments until asked to stop, or until `is_over`.
 
     The node keeps them in the folder of its name in `kv.directory`, and listens at `address` or
-    where `kv.erasure.nodes` says. It tells the other nodes of these that it is there.
+    where `kv.erasure.nodes` says. It finds the others through the metadata node; without one it
+    tells those of `kv.erasure.nodes` that it is there.
 
     Raises:
         ConfigError: the directory or the address cannot be used.
@@ -226,11 +256,34 @@ def run_storage_node(
     # It may listen on all interfaces; others need the address of one.
     reached_at = others.pop(name, node.address)
     node.meet(name, reached_at)
-    greeter = Greeter(name, reached_at, others, key)
-    node.every(Greeter.every_s, greeter.greet)
-    print_ready("storage", node.address)
-    node.run()
-    greeter.close()
+    if is_over is not None:
+        node.every(_LOOK_S, lambda: node.stop() if is_over() else None)
+    with contextlib.ExitStack() as stack:
+        if metadata:
+            stack.callback(_announce(node, reached_at, metadata, key).close)
+        else:
+            greeter = Greeter(name, reached_at, others, key)
+            node.every(Greeter.every_s, greeter.greet)
+            stack.callback(greeter.close)
+        print_ready("storage", node.address)
+        node.run()
+
+
+def _announce(
+    node: "StorageNode", address: str, metadata: str, key: ClusterKey | None
+) -> Announcer:
+    """Have a storage node and the metadata node hear of each other again and again."""
+    here = Here(0, "storage", node.name, address, os.getpid())
+    announcer = Announcer(metadata, here, key, SystemClock())
+
+    def beat() -> None:
+        for found in announcer.beat(node.numbers()):
+            if found.role == "storage":
+                node.meet(found.name, found.address)
+
+    beat()
+    node.every(Announcer.every_s, beat)
+    return announcer
 
 
 def _random_source() -> random.Random:

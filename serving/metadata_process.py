@@ -1,10 +1,12 @@
 """The process of the metadata node: a socket in front of services that answer messages.
 
 A *service* says which messages are its own, takes them one at a time and leaves its answers; the
-process carries them. The directory is one service, the questions of operators are another.
+process carries them. The directory is one service, who is where (`kv/whereabouts.py`) another, and
+the questions of operators are a third.
 """
 
 import logging
+import os
 import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +24,7 @@ from serving.kv.directory import Directory, DirectoryTimes
 from serving.kv.eviction import TenantLimits
 from serving.kv.placements import PlacementFile
 from serving.kv.tier_metrics import histogram_numbers
+from serving.kv.whereabouts import Here, Whereabouts
 from serving.kv_config import KVOptions
 from serving.nodes.metadata_node import MetadataNode
 from serving.transport.driver import SystemClock
@@ -85,6 +88,10 @@ class MetadataProcess:
     def stop(self) -> None:
         """Let `run` return; from any thread."""
         self._loop.stop()
+
+    def stop_when(self, condition: Callable[[], bool]) -> None:
+        """Look now and then whether `run` is to return; before that."""
+        self._loop.every(_TICK_S, lambda: self.stop() if condition() else None)
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -165,10 +172,11 @@ def run_metadata(
     ready: Callable[[str], None],
     key: ClusterKey | None = None,
     limits: Mapping[bytes, TenantLimits] | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> None:
-    """Serve the directory of a store until asked to stop; `ready` is told the address.
+    """Serve the directory of a store, and who is where, until asked to stop or until `is_over`.
 
-    `limits` are those of single tenants.
+    `ready` is told the address. `limits` are those of single tenants.
 
     Raises:
         ConfigError: the folder or the address cannot be used.
@@ -191,13 +199,20 @@ def run_metadata(
             directory.index.limit(tenant, own)
         node = MetadataNode(directory, log, clock)
         administration = Administration(node)
+        whereabouts = Whereabouts(Here(0, "metadata", name, address, os.getpid()), clock)
         process = MetadataProcess(
             address,
-            [(node, get_args(directory_calls.Call)), (administration, [wire.Ask])],
+            [
+                (node, get_args(directory_calls.Call)),
+                (administration, [wire.Ask]),
+                (whereabouts, [Here]),
+            ],
             clock,
             key,
         )
         administration.on_stop = process.stop
+        if is_over is not None:
+            process.stop_when(is_over)
         ready(process.address)
         process.run()
     except zmq.ZMQError as error:

@@ -5,10 +5,11 @@ when there is a worker of each role, so who connects before waits, or is refused
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import zmq
@@ -23,6 +24,7 @@ from serving.frontend.images import ImageReader
 from serving.frontend.quota import KVCosts
 from serving.frontend.text import TextCodec
 from serving.http_service import Front, Tenancy, serve_http
+from serving.kv.whereabouts import Announcer, Here
 from serving.node_process import cluster_key, watch_parent
 from serving.nodes.router import Router
 from serving.nodes.values import MemberCard
@@ -73,8 +75,13 @@ async def run_router(
             rows = tuple(num * max(num_decode, 1) for num in config.engine.decode_rows)
             engine, costs = replace(config.engine, decode_rows=rows), KVCosts(*card.kv_bytes)
             access = None if make_access is None else make_access(card.fingerprint)
-            front = Front(gateway, model, engine, costs, access, router.overview)
-            await serve_http(config, front, listener, tenancy, clock, say)
+            with _tier_nodes(config, network.address, clock) as nodes:
+
+                def overview() -> dict[str, object]:
+                    return {**router.overview(), "tier_nodes": nodes()}
+
+                front = Front(gateway, model, engine, costs, access, overview)
+                await serve_http(config, front, listener, tenancy, clock, say)
             watch.cancel()
     return 0
 
@@ -84,6 +91,46 @@ async def _first_card(router: Router) -> MemberCard:
     while router.pools.missing_roles:
         await asyncio.sleep(_POLL_S)
     return router.registry.members()[0].card
+
+
+@contextlib.contextmanager
+def _tier_nodes(
+    config: ServingConfig, address: str, clock: SystemClock
+) -> Iterator[Callable[[], list[dict[str, object]]]]:
+    """What the nodes of the KV tiers tell of themselves; nothing without a metadata node."""
+    metadata = config.cluster.metadata
+    if not metadata:
+        yield list
+        return
+    here = Here(0, ROUTER.role, ROUTER.name, address, os.getpid())
+    announcer = Announcer(metadata, here, cluster_key(config), clock)
+
+    async def beat() -> None:
+        while True:
+            announcer.beat()
+            await asyncio.sleep(announcer.every_s)
+
+    beating = asyncio.create_task(beat())
+
+    def nodes() -> list[dict[str, object]]:
+        found = [node for node in announcer.found() if node.role != ROUTER.role]
+        return [
+            {
+                "node": f"{node.role}/{node.name}",
+                "address": node.address,
+                "pid": node.pid,
+                "state": "silent" if node.silent_s > config.cluster.lost_s else "available",
+                "silent_s": node.silent_s,
+                "numbers": node.numbers,
+            }
+            for node in sorted(found, key=lambda node: (node.role, node.name))
+        ]
+
+    try:
+        yield nodes
+    finally:
+        beating.cancel()
+        announcer.close()
 
 
 def _served_model(config: ServingConfig, codec: TextCodec, card: MemberCard) -> ServedModel:

@@ -1,6 +1,8 @@
-"""A whole cluster on one machine: starts the router and all workers, and starts anew what ends.
+"""A whole cluster on one machine: starts all of its processes, and starts anew what ends.
 
-One worker is started before all others, so that what it compiles is there for them. A process that
+The nodes of the KV tiers come first and go last, with the cache process of the machine, so that
+what workers have computed is stored when they leave. Of the workers one is started before all
+others, so that what it compiles is there for them. A process that
 ends is started again after a while, which grows as long as it does not stay up; one that was told
 to leave comes back at once, so workers can be restarted in turn without a request failing. One
 whose input is wrong, which it says with exit code 2, ends the cluster.
@@ -17,12 +19,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from serving.config import ROUTER_NAME, WORKER_ROLES, ClusterOptions, ServingConfig
+from serving.config import (
+    CACHE_NAME,
+    ROUTER_NAME,
+    TIER_ROLES,
+    WORKER_ROLES,
+    ClusterOptions,
+    ServingConfig,
+)
 from serving.kv.cluster_key import ClusterKey
 
 EXIT_BAD_INPUT = 2
 NODE_COMMAND = (sys.executable, "-m", "serving", "node")
-READY_LINES = ("node ready", "Serving ")
+READY_LINES = ("node ready", "Serving ", "storage ready", "metadata ready", "cache ready")
 """How the lines begin with which processes say that they are up."""
 
 _BACK_OFF_S, _BACK_OFF_MAX_S = 0.5, 30.0
@@ -130,46 +139,61 @@ async def run_cluster(
         say: takes lines for people.
         command: runs a node whose flags follow.
     """
-    given = [*command, *arguments]
+    given, cluster = [*command, *arguments], config.cluster
+    tiers = _children(config, TIER_ROLES, given, say)
+    if config.kv.is_on and not config.kv.address:
+        given += ["--set", f"kv.address={cluster.address_of(CACHE_NAME)}"]
+        tiers.insert(0, Child(CACHE_NAME, CACHE_NAME, given, say))
     router = Child(ROUTER_NAME, ROUTER_NAME, given, say)
-    workers = [
-        Child(name, node.role, given, say)
-        for role in WORKER_ROLES
-        for name, node in config.cluster.nodes.items()
-        if node.role == role
-    ]
-    return await _look_after(router, workers, config.server.drain_s)
+    workers = _children(config, WORKER_ROLES, given, say)
+    return await _look_after(router, workers, tiers, config.server.drain_s)
 
 
-async def _look_after(router: Child, workers: list[Child], drain_s: float) -> int:
+def _children(
+    config: ServingConfig,
+    roles: Sequence[str],
+    command: Sequence[str],
+    say: Callable[[str], None],
+) -> list[Child]:
+    """The nodes of the configuration that have one of these roles, in the order of these."""
+    cluster = config.cluster
+    return [Child(name, role, command, say) for role in roles for name in cluster.named(role)]
+
+
+async def _look_after(
+    router: Child, workers: list[Child], tiers: list[Child], drain_s: float
+) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    children = [router, *workers]
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, stopping.set)
     loop.add_signal_handler(signal.SIGHUP, lambda: router.tell(signal.SIGHUP))
-    running = [asyncio.create_task(child.run()) for child in (router, workers[0])]
+    first = (*tiers, router, workers[0])
+    running = {child: asyncio.create_task(child.run()) for child in first}
     starting = asyncio.create_task(_start_others(workers, running))
     waiting = asyncio.create_task(stopping.wait())
     try:
         while not stopping.is_set():
+            tasks = [*running.values(), waiting]
             done, _ = await asyncio.wait(
-                [*running, starting, waiting] if not starting.done() else [*running, waiting],
+                tasks if starting.done() else [*tasks, starting],
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if any(task in done for task in running):
+            if any(task in done for task in running.values()):
                 break
         starting.cancel()
-        # The router first: its requests may need the workers to finish.
-        router.stop()
-        await asyncio.wait([running[0]], timeout=drain_s + 5)
-        for child in children:
-            child.stop()
-        await asyncio.wait(running, timeout=drain_s + 5)
-        for child in children:
+        # The router first: its requests may need the workers to finish. The cache process, which
+        # comes first of the tiers, may need the others to write to.
+        for some in ([router], workers, tiers[:1], tiers[1:]):
+            for child in some:
+                child.stop()
+            ending = [running[child] for child in some if child in running]
+            if ending:
+                await asyncio.wait(ending, timeout=drain_s + 5)
+        for child in running:
             child.tell(signal.SIGKILL)
-        codes = await asyncio.gather(*running)
+        codes = await asyncio.gather(*running.values())
         return EXIT_BAD_INPUT if EXIT_BAD_INPUT in codes else 0
     finally:
         waiting.cancel()
@@ -177,9 +201,9 @@ async def _look_after(router: Child, workers: list[Child], drain_s: float) -> in
             loop.remove_signal_handler(number)
 
 
-async def _start_others(workers: list[Child], running: list["asyncio.Task[int]"]) -> None:
+async def _start_others(workers: list[Child], running: "dict[Child, asyncio.Task[int]]") -> None:
     await workers[0].is_up.wait()
-    running += [asyncio.create_task(child.run()) for child in workers[1:]]
+    running |= {child: asyncio.create_task(child.run()) for child in workers[1:]}
 
 
 @contextlib.contextmanager

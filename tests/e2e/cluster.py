@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import threading
 import time
@@ -13,7 +14,9 @@ import httpx
 
 from serving.core.request import Request, SamplingParams
 from serving.frontend.text import TextCodec
-from tests.serving.engine.prompts import prompt_of
+from serving.kv.cluster_key import ClusterKey
+from serving.kv_process import ask
+from sharding.config_file import ConfigError
 from tests.serving.engine.simulated_device import expected_tokens
 from tests.serving.scripted_node import NODE_COMMAND
 
@@ -32,6 +35,14 @@ max_context = 1024
 num_blocks = 41
 prefill_tokens = [64]
 decode_rows = [4]
+[kv]
+storage = "erasure"
+host_bytes = 1048576
+disk_bytes = 16777216
+flush_s = 0.1
+[kv.erasure]
+data_fragments = 2
+parity_fragments = 1
 [cluster]
 directory = "{folder}"
 heartbeat_s = 0.2
@@ -47,8 +58,19 @@ role = "prefill"
 role = "decode"
 [cluster.nodes.d1]
 role = "decode"
+[cluster.nodes.m0]
+role = "metadata"
+[cluster.nodes.s0]
+role = "storage"
+[cluster.nodes.s1]
+role = "storage"
+[cluster.nodes.s2]
+role = "storage"
+[cluster.nodes.s3]
+role = "storage"
 """
 NODES = ("prefill/p0", "prefill/p1", "decode/d0", "decode/d1")
+TIER_NODES = ("metadata/m0", "storage/s0", "storage/s1", "storage/s2", "storage/s3")
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 40.0) -> Any:
@@ -65,6 +87,7 @@ class Cluster:
 
     def __init__(self, folder: Path, port: int) -> None:
         path = folder / "cluster.toml"
+        self._folder = folder
         path.write_text(CONFIG.format(model=MODEL_DIR, folder=folder, port=port))
         self.url = f"http://127.0.0.1:{port}"
         self.lines: list[str] = []
@@ -93,8 +116,17 @@ class Cluster:
 
     def node(self, name: str) -> dict[str, Any]:
         """What the cluster says of a node; nothing if it is not there."""
-        nodes = self.overview().get("nodes", [])
+        overview = self.overview()
+        nodes = [*overview.get("nodes", []), *overview.get("tier_nodes", [])]
         return next((node for node in nodes if node["node"] == name), {})
+
+    def ask_cache(self, what: str) -> dict[str, float | int]:
+        """Ask the cache process of all workers; nothing while it does not answer."""
+        try:
+            key = ClusterKey.read(self._folder / "key")
+            return ask(f"ipc://{self._folder}/cache.sock", what, timeout_s=5, key=key)
+        except ConfigError:
+            return {}
 
     def settle(self) -> dict[str, Any]:
         """Wait until all nodes are there and none of them holds anything."""
@@ -106,7 +138,8 @@ class Cluster:
                 for node in overview.get("nodes", [])
                 if node["state"] == "available" and node["status"] is not None
             ]
-            is_whole = len(statuses) == len(NODES)
+            known = {node["node"] for node in overview.get("tier_nodes", [])}
+            is_whole = len(statuses) == len(NODES) and known == set(TIER_NODES)
             at_rest = all(is_at_rest(status) for status in statuses)
             return overview if is_whole and at_rest and not overview["requests"] else None
 
@@ -118,9 +151,9 @@ class Cluster:
         os.kill(pid, number)
         return pid
 
-    def router_pid(self) -> int:
-        """The router is no member of itself: its number stands in what the supervisor says."""
-        lines = [line for line in self.lines if line.startswith("router ") and " pid " in line]
+    def pid_of(self, name: str) -> int:
+        """Of a process that is nobody's member: its number stands in what the supervisor says."""
+        lines = [line for line in self.lines if line.startswith(f"{name} ") and " pid " in line]
         return int(lines[-1].split(" pid ")[1].split()[0])
 
     def text(self) -> str:
@@ -161,12 +194,14 @@ class Stream:
     def __init__(
         self, cluster: Cluster, length: int = 40, salt: int = 0, max_tokens: int = 60, **more: Any
     ) -> None:
-        self.prompt = prompt_of(length, salt)
+        # Each salt has a prompt that begins like no other.
+        self.prompt = random.Random(salt).choices(range(3, 300), k=length)
         self.max_tokens = max_tokens
         self.text = ""
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.ended_s = 0.0
+        self.num_cached = -1
         body = {
             "model": "tiny-v41",
             "prompt": self.prompt,
@@ -175,6 +210,7 @@ class Stream:
             "seed": 3,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
             **more,
         }
         self._url = f"{cluster.url}/v1/completions"
@@ -222,6 +258,8 @@ class Stream:
             assert self.error is None, "a second error"
             self.error = event["error"]["message"]
             return
+        if event.get("usage"):
+            self.num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
         for choice in event.get("choices", []):
             self.text += choice["text"]
             self.finish_reason = choice["finish_reason"] or self.finish_reason

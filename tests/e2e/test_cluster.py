@@ -43,8 +43,7 @@ def test_streams_have_the_tokens_of_a_single_worker(cluster: Cluster) -> None:
         stream.check()
     again = Stream(cluster, 500, 3)
     again.check()
-    given = [cluster.node(name)["status"]["hand_offs"]["num_given"] for name in NODES[:2]]
-    assert sum(given) >= 5
+    assert sum(num_given(cluster, name) for name in NODES[:2]) >= 5
 
 
 def test_more_requests_than_room(cluster: Cluster) -> None:
@@ -72,7 +71,8 @@ def test_decode_workers_lost_in_the_middle(cluster: Cluster, number: int) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_prefill_workers_lost_while_they_compute(cluster: Cluster, number: int) -> None:
-    streams = [Stream(cluster, 900, salt, max_tokens=20) for salt in range(4)]
+    # Prompts that nobody has computed yet.
+    streams = [Stream(cluster, 900, 10 * number + salt, max_tokens=20) for salt in range(4)]
     wait_for(lambda: cluster.overview()["requests"].get("prefilling", 0) >= 2, "prefill")
     pid = cluster.signal("prefill/p1", number)
     for stream in streams:
@@ -89,6 +89,54 @@ def test_prefill_workers_lost_after_they_have_handed_over(cluster: Cluster) -> N
         cluster.signal(name, signal.SIGKILL)
     stream.check()
     assert cluster.overview()["num_restarted"] == before
+
+
+def test_nodes_of_the_tiers_lost_in_the_middle(cluster: Cluster) -> None:
+    streams = [Stream(cluster, 300, 500 + salt, max_tokens=100) for salt in range(2)]
+    for stream in streams:
+        stream.wait_for_text()
+    names = ("metadata/m0", "storage/s1")
+    old = {name: cluster.signal(name, signal.SIGKILL) for name in names}
+    for stream in streams:
+        stream.check()
+    for name, pid in old.items():
+        wait_for(lambda name=name, pid=pid: cluster.node(name).get("pid", pid) != pid, name)
+    for name in ("m0", "s1"):
+        assert any(line.startswith(f"{name} ") and "code -9" in line for line in cluster.lines)
+
+
+def test_prefixes_outlive_the_prefill_worker_the_cache_process_and_a_storage_node(
+    cluster: Cluster,
+) -> None:
+    """What a prefill worker has computed is read from storage by another one."""
+    stored = cluster.ask_cache("stats")["storage_payloads"]
+    before = {name: num_given(cluster, name) for name in NODES[:2]}
+    first = Stream(cluster, 500, 600, max_tokens=5)
+    first.check()
+    assert first.num_cached == 0
+
+    def holders() -> list[str]:
+        return [name for name in NODES[:2] if num_given(cluster, name) > before[name]]
+
+    (holder,) = wait_for(holders, "a hand-off")
+
+    def is_stored() -> bool:
+        cluster.ask_cache("flush")
+        # Three blocks and the state behind them.
+        return cluster.ask_cache("stats")["storage_payloads"] >= stored + 4
+
+    wait_for(is_stored, "the prefix in storage")
+    cluster.signal("storage/s2", signal.SIGKILL)
+    cluster.signal(holder, signal.SIGKILL)
+    os.kill(cluster.pid_of("cache"), signal.SIGKILL)
+    wait_for(lambda: cluster.ask_cache("stats"), "another cache process")
+    again = Stream(cluster, 500, 600, max_tokens=5)
+    again.check()
+    assert again.num_cached == 384
+
+
+def num_given(cluster: Cluster, name: str) -> int:
+    return cluster.node(name)["status"]["hand_offs"]["num_given"]
 
 
 def test_without_decode_workers_there_is_one_error_in_time(cluster: Cluster) -> None:
@@ -151,7 +199,7 @@ def test_the_router_lost(cluster: Cluster) -> None:
     stream = Stream(cluster, 50, max_tokens=300)
     stream.wait_for_text()
     begin = time.monotonic()
-    os.kill(cluster.router_pid(), signal.SIGKILL)
+    os.kill(cluster.pid_of("router"), signal.SIGKILL)
     stream.join()
     assert stream.error is not None and stream.ended_s - begin < 10
     # Its successor finds the workers, which drop what nobody waits for.

@@ -13,19 +13,29 @@ from typing import Any
 import serving.__main__ as command_line
 from serving.cluster import ModelFacts, plan_capacity
 from serving.code_version import code_version
-from serving.config import ServingConfig, load_config
+from serving.config import CACHE_NAME, ROUTER_NAME, TIER_ROLES, ServingConfig, load_config
 from serving.core.admission import EngineLimits
+from serving.core.blocks import BLOCK_SIZE
 from serving.core.step_plan import StepResult
+from serving.kv.store import PayloadForm, layout_id
+from serving.kv_commands import cache_link
 from serving.node_process import WorkerParts, run_worker
 from serving.nodes.values import NodeId
 from serving.supervisor import meeting_place, run_cluster
 from sharding.config_file import override_from_text
-from tests.serving.engine.simulated_device import SimulatedDevice
+from tests.serving.engine.simulated_device import ROLLBACK_MAX, SimulatedDevice
 
 NODE_COMMAND = (sys.executable, "-m", "tests.serving.scripted_node")
 STEP_S = 0.01
+_BLOCK_BYTES = 8 * BLOCK_SIZE
+"""A device's block holds its tokens."""
+
 FACTS = ModelFacts(
-    vocab_size=320, max_position_embeddings=2**20, eos_token_id=1, kv_fingerprint=b"s" * 32
+    vocab_size=320,
+    max_position_embeddings=2**20,
+    eos_token_id=1,
+    kv_fingerprint=b"s" * 32,
+    kv_form=PayloadForm(layout_id(b"s" * 32), (_BLOCK_BYTES // 2,) * 2, (ROLLBACK_MAX + 1) * 4 * 8),
 )
 
 
@@ -62,20 +72,22 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(flag)
     parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args(arguments)
-    if options.role == "router":
+    if options.role in (ROUTER_NAME, CACHE_NAME, *TIER_ROLES):
         return command_line.main(["node", *arguments])
     config = override_from_text(load_config(options.config), options.set)
     if options.role is None:
         with meeting_place(config.cluster) as changes:
             options.set += changes
+            config = override_from_text(config, changes)
             changed = [part for change in options.set for part in ("--set", change)]
             flags = ["--config", options.config, *changed]
             return asyncio.run(run_cluster(config, flags, _say, NODE_COMMAND))
     version = options.code_version or code_version()
-    parts = WorkerParts(make_device(config), FACTS, code_version=version)
     parent = int(options.parent) if options.parent else None
     node_id = NodeId(options.role, options.name)
-    return asyncio.run(run_worker(config, node_id, parts, _say, parent))
+    with cache_link(config.kv, config.cluster, FACTS.kv_form, None, _say) as link:
+        parts = WorkerParts(make_device(config), FACTS, cache=link, code_version=version)
+        return asyncio.run(run_worker(config, node_id, parts, _say, parent))
 
 
 def _say(line: str) -> None:

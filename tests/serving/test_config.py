@@ -12,6 +12,8 @@ from serving.config import (
     CONFIGS_DIR,
     DEFAULT_CONFIG,
     DEFAULT_MODEL_DIR,
+    TIER_ROLES,
+    WORKER_ROLES,
     ServingConfig,
     load_config,
 )
@@ -112,7 +114,55 @@ def test_clusters_know_where_their_nodes_listen(tmp_path: Path) -> None:
     deployed = load_config(CONFIGS_DIR.parent / "deploy" / "cluster.toml").cluster
     assert deployed.address_of("prefill-1") == "tcp://prefill-1.prefill:7001"
     shipped = load_config(CONFIGS_DIR / "disaggregated.toml").cluster
-    assert [node.role for node in shipped.nodes.values()] == ["prefill"] * 2 + ["decode"] * 2
+    counts = {role: len(shipped.named(role)) for role in (*WORKER_ROLES, *TIER_ROLES)}
+    assert counts == {"prefill": 2, "decode": 2, "storage": 12, "metadata": 1}
+
+
+TIERS = """
+[cluster.nodes.m]
+role = "metadata"
+[cluster.nodes.s]
+role = "storage"
+[kv]
+storage = "erasure"
+[kv.erasure]
+data_fragments = 1
+parity_fragments = 1
+[kv.erasure.nodes]
+t = "tcp://10.0.0.8:7002"
+"""
+
+
+def test_nodes_of_a_cluster_are_where_tiers_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER + TIERS)
+    tiers, here = load_config(path).tiers, f"ipc://{Path('run').resolve()}"
+    assert tiers.erasure.nodes == {"s": f"{here}/s.sock", "t": "tcp://10.0.0.8:7002"}
+    assert tiers.directory == "run/kv" and tiers.metadata == ""
+    assert load_config(path).cluster.metadata == f"{here}/m.sock"
+    path.write_text(CLUSTER + '[cluster.nodes.m]\nrole = "metadata"\n[kv]\nstorage = "disk"\n')
+    with path.open("a") as file:
+        file.write('directory = "d"\n')
+    tiers = load_config(path).tiers
+    assert tiers.metadata == f"{here}/m.sock" and tiers.directory == "d"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('"erasure"', '"memory"', "cluster.nodes.s: received a storage node; expected kv.storage"),
+        ("data_fragments = 1", "data_fragments = 2", "cluster.nodes: received 2 storage nodes"),
+        ('nodes.s]\nrole = "storage"', 'nodes.s]\nrole = "metadata"', "nodes: received m/s; exp"),
+        ("nodes.s]", "nodes.cache]", "nodes.cache: received a node; expected another name"),
+    ],
+)
+def test_tiers_that_cannot_work_are_refused(
+    tmp_path: Path, old: str, new: str, expected: str
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER + TIERS.replace(old, new))
+    with pytest.raises(ConfigError, match=expected):
+        load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +171,7 @@ def test_clusters_know_where_their_nodes_listen(tmp_path: Path) -> None:
         ('role = "decode"', 'role = "prefill"', "nodes: received p/d; expected a decode worker"),
         ('role = "prefill"', 'role = "decode"', "nodes: received p/d; expected a prefill worker"),
         ('role = "decode"', 'role = "cook"', "nodes.d.role: received .cook.; expected one of"),
-        ("nodes.d]", "nodes.router]", "nodes.router: received a worker; expected another name"),
+        ("nodes.d]", "nodes.router]", "nodes.router: received a node; expected another name"),
         ('directory = "run"', "lost_s = 0.7", "lost_s: received 0.7; expected at least 1"),
         ('directory = "run"', "answer_s = 0", "answer_s: received 0"),
         ('directory = "run"', "local_prefill_ms = -1", "local_prefill_ms: received -1"),

@@ -20,7 +20,7 @@ from sharding.config_file import ConfigError, override_from_text
         ("kv.tenant_bytes=-1", "tenant_bytes: received -1; expected 0"),
         ("kv.ttl_s=-1", "ttl_s"),
         ("kv.sightings_min=0", "sightings_min"),
-        ("kv.storage=erasure", "erasure.nodes: received none; expected at least one"),
+        ("kv.storage=erasure", "kv.erasure.nodes: received none; expected at least"),
         ("kv.storage=object", "object.kvstore: received nothing; expected a URL"),
         ("kv.erasure.data_fragments=0", "data_fragments: received 0; expected 1 to"),
         ("kv.erasure.parity_fragments=23", "received 33; expected at most 32"),

@@ -55,8 +55,7 @@ def test_it_ends_with_its_server(tmp_path: Path) -> None:
     done = threading.Event()
 
     def run() -> None:
-        # No process has a parent of that number.
-        run_cache(options(tmp_path), address, parent=-1)
+        run_cache(options(tmp_path), address, lambda: True)
         done.set()
 
     threading.Thread(target=run, daemon=True).start()

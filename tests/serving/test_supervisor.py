@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serving.config import ClusterOptions, NodeOptions, ServingConfig
+from serving.kv_config import ErasureOptions, KVOptions
 from serving.supervisor import meeting_place, run_cluster
+from sharding.config_file import override_from_text
 
 # Says that it is up, notes its start and ends as the file `code` of its name says, if there is one.
 NODE = """
@@ -32,15 +34,19 @@ print("node ready" if name != "router" else "Serving here", flush=True)
 time.sleep(60)
 """
 NODES = {"d": NodeOptions("decode"), "p": NodeOptions("prefill"), "q": NodeOptions("prefill")}
+TIERS = {name: NodeOptions("storage") for name in "st"} | {"m": NodeOptions("metadata")}
 
 
 class Run:
     """A cluster on a thread that is stopped by `condition`."""
 
-    def __init__(self, folder: Path, directory: str = "") -> None:
+    def __init__(self, folder: Path, directory: str = "", has_tiers: bool = False) -> None:
         self.folder = folder
         self.lines: list[str] = []
-        self.config = ServingConfig(cluster=ClusterOptions(NODES, directory=directory))
+        nodes = NODES | (TIERS if has_tiers else {})
+        erasure = ErasureOptions(data_fragments=1, parity_fragments=1)
+        kv = KVOptions("erasure", erasure=erasure) if has_tiers else KVOptions()
+        self.config = ServingConfig(cluster=ClusterOptions(nodes, directory=directory), kv=kv)
 
     @property
     def starts(self) -> list[str]:
@@ -58,7 +64,8 @@ class Run:
             stopping = asyncio.create_task(self._stop(condition)) if condition else None
             with meeting_place(self.config.cluster) as changes:
                 flags = ["--flag", *changes]
-                code = await run_cluster(self.config, flags, self.lines.append, command)
+                config = override_from_text(self.config, changes)
+                code = await run_cluster(config, flags, self.lines.append, command)
             assert stopping is None or stopping.done(), self.lines
             return code
 
@@ -81,6 +88,21 @@ def test_one_worker_comes_before_the_others_and_all_are_stopped(tmp_path: Path) 
     assert "--flag" in flags and f"--parent {os.getpid()}" in flags
     (directory,) = {part for part in flags.split() if part.startswith("cluster.directory=")}
     assert not Path(directory.partition("=")[2]).exists()
+
+
+def test_tiers_and_their_cache_process_are_stopped_last(tmp_path: Path) -> None:
+    (tmp_path / "s.code").write_text("3")
+    run = Run(tmp_path, str(tmp_path / "run"), has_tiers=True)
+    names = ("router", "cache", *NODES, *TIERS)
+    assert run.until(lambda: all(map(run.is_ready, names))) == 0
+    assert sorted(run.starts)[:-1] == sorted([*names, "s"])[:-1]
+    assert any("storage  waiting" in line and "again in 0.5 s" in line for line in run.lines)
+    stopped = [line.split()[0] for line in run.lines if " stopped " in line]
+    assert stopped[0] == "router" and stopped[4] == "cache"
+    assert set(stopped[1:4]) == set(NODES) and set(stopped[5:]) == set(TIERS)
+    starts = (tmp_path / "starts").read_text().splitlines()
+    (told,) = {part for line in starts for part in line.split() if part.startswith("kv.address=")}
+    assert told == f"kv.address=ipc://{tmp_path}/run/cache.sock"
 
 
 def test_what_ends_is_started_anew_after_a_while(tmp_path: Path) -> None:
