@@ -161,7 +161,8 @@ def _load(config: ServingConfig) -> "LoadedModel":
 
 
 def _generate(config: ServingConfig, options: argparse.Namespace) -> int:
-    from serving.offline import LLM, RowError, read_rows, write_rows
+    from serving.offline import LLM, RowError, read_rows
+    from serving.offline_outputs import write_rows
 
     if not options.out.parent.is_dir():
         raise ConfigError(f"{options.out.parent}: no such directory; --out is to be written there")

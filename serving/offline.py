@@ -7,10 +7,10 @@
         ...
 
 A row of a prompt file is a JSON object with one of `prompt` (text), `messages` (chat) and
-`prompt_token_ids`, and optional sampling fields under the names of `SamplingParams`. A field
-`guided_json`, `guided_regex`, `guided_choice` or `guided_grammar` gives the output a form, and one
-with a smaller `priority` is generated first. A row with `n` has that many outputs, one after
-another, each on a line of its own.
+`prompt_token_ids`, and optional sampling fields under the names of `SamplingParams`. `stop` has
+texts that end the output, which has none of them. A field `guided_json`, `guided_regex`,
+`guided_choice` or `guided_grammar` gives the output a form, and one with a smaller `priority` is
+generated first. A row with `n` has that many outputs, one after another, each on a line of its own.
 """
 
 import contextlib
@@ -18,12 +18,11 @@ import operator
 import random
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import deepseek_recipe as recipe
-import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -33,13 +32,10 @@ from serving.core.admission import check_request
 from serving.core.forking import fork
 from serving.core.grammar import Grammar
 from serving.core.request import (
-    FinishReason,
     OutputConstraint,
     Request,
     RequestError,
     SamplingParams,
-    TokenDelta,
-    TokenLogprob,
 )
 from serving.engine.engine import Engine
 from serving.engine.step_times import TimedExecutor
@@ -51,8 +47,10 @@ from serving.frontend.images import (
     check_image_parts,
     refuse_placeholders,
 )
+from serving.frontend.protocols import refuse_stop_strings
 from serving.kv.offload import CachePort
 from serving.loading import LoadedModel, load_model
+from serving.offline_outputs import Collected, Output
 from serving.offline_tiers import OfflineTiers, open_link, run_requests
 from serving.transport.driver import SystemClock
 from sharding.config_file import override
@@ -81,26 +79,12 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """One sample of what was generated for one prompt.
+class _Wanted:
+    """A request, what errors call it, and the texts that end its output."""
 
-    `sample` is its number from 0 on, None if one alone was wanted.
-    `token_ids` holds every sampled token, `text` leaves out the one that stopped the sequence.
-    `finish_reason` is `stop` or `length`, or `error` if the grammar of this output failed, and
-    `error` says how. Token counts are those of the prompt. `logprobs` has an entry per token of
-    the output and `prompt_logprobs` one per token of the prompt (None for the first and for those
-    of images), where they were asked for; of several samples the first has those of the prompt.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    error: str | None = None
-    sample: int | None = None
+    request: Request
+    name: str
+    stops: tuple[str, ...]
 
 
 class LLM:
@@ -182,6 +166,7 @@ class LLM:
         *,
         n: int = 1,
         constraint: OutputConstraint | None = None,
+        stop: str | Sequence[str] = (),
         priorities: Sequence[int] | None = None,
         progress: bool = False,
     ) -> list[Output]:
@@ -189,8 +174,9 @@ class LLM:
 
         `sampling_params` is one for all prompts or one each. Each prompt has `n` outputs, one after
         another, of seeds of their own. `constraint` is a form that every
-        output must have, after its thinking if the prompt begins that. `priorities` has a number
-        for each prompt; who has a smaller one is served first. With `progress` a bar is shown.
+        output must have, after its thinking if the prompt begins that. `stop` has texts that end
+        any output, which has none of them. `priorities` has a number for each prompt; who has a
+        smaller one is served first. With `progress` a bar is shown.
 
         Raises:
             RequestError: a prompt can never be served; nothing is generated then.
@@ -211,18 +197,20 @@ class LLM:
                 f"{len(priorities)} priorities for {len(many)} prompts; expected one for each",
                 "priorities",
             )
-        requests: list[Request] = []
-        names: list[str] = []
+        try:
+            stops = _as_stops({"stop": stop if isinstance(stop, str) else list(stop)}, constraint)
+        except ApiError as error:
+            raise RequestError(str(error), error.param) from None
+        wanted: list[_Wanted] = []
         each = zip(many, sampling_params, priorities, strict=True)
         for index, (prompt, sampling, priority) in enumerate(each):
             try:
                 encoded = self._encode(prompt)
                 request = self._request(str(index), encoded, sampling, constraint, priority)
-                requests += fork(request, n)
-                names += [f"prompt {index}"] * n
+                wanted += [_Wanted(one, f"prompt {index}", stops) for one in fork(request, n)]
             except (ApiError, RequestError) as error:
                 raise RequestError(f"prompt {index}: {error}", error.param) from None
-        return self._run(requests, names, progress)
+        return self._run(wanted, progress)
 
     def generate_rows(
         self, rows: Sequence[Row], *, source: str, progress: bool = False
@@ -234,19 +222,18 @@ class LLM:
         Raises:
             RowError: a row cannot be used; nothing is generated then.
         """
-        requests: list[Request] = []
-        names: list[str] = []
+        wanted: list[_Wanted] = []
         for index, row in enumerate(rows):
             name = f"{source}:{row.line}"
             try:
                 request = self._request_of(str(index), row.values)
+                stops = _as_stops(row.values, request.constraint)
                 samples = fork(request, fields.num_samples(row.values))
             except ApiError as error:
                 raise RowError(f"{name}: {error}") from None
-            requests += samples
-            names += [name] * len(samples)
+            wanted += [_Wanted(one, name, stops) for one in samples]
         try:
-            return self._run(requests, names, progress)
+            return self._run(wanted, progress)
         except RequestError as error:
             raise RowError(str(error)) from None
 
@@ -331,30 +318,35 @@ class LLM:
         refuse_placeholders(token_ids, self._model.facts.images, "prompt_token_ids")
         return token_ids
 
-    def _run(
-        self, requests: Sequence[Request], names: Sequence[str], progress: bool
-    ) -> list[Output]:
-        """Runs all requests to their ends. `names` say in errors which one is meant."""
-        engine, tiers = self._engine, self._tiers
+    def _run(self, wanted: Sequence["_Wanted"], progress: bool) -> list[Output]:
+        """Runs all requests to their ends."""
+        engine, tiers, model = self._engine, self._tiers, self._model
         checked: list[tuple[Request, Grammar | None]] = []
-        for request, name in zip(requests, names, strict=True):
+        for one in wanted:
             try:
-                check_request(request, engine.limits, engine.buckets)
-                checked.append((request, self._grammar_of(request)))
+                check_request(one.request, engine.limits, engine.buckets)
+                checked.append((one.request, self._grammar_of(one.request)))
             except RequestError as error:
-                raise RequestError(f"{name}: {error}", error.param) from None
-        collected = {request.request_id: _Collected(request) for request in requests}
-        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
+                raise RequestError(f"{one.name}: {error}", error.param) from None
+        eos = model.facts.eos_token_id
+        collected = {
+            one.request.request_id: Collected(one.request, model.codec, eos, one.stops)
+            for one in wanted
+        }
+        with tqdm(total=len(wanted), unit="prompt", disable=not progress) as bar:
             try:
                 for delta in run_requests(engine, self._executor, checked, tiers):
-                    collected[delta.request_id].add(delta)
-                    bar.update(delta.finish_reason is not None)
+                    of = collected[delta.request_id]
+                    of.add(delta)
+                    if of.is_cut:
+                        engine.abort(delta.request_id)
+                    bar.update(of.is_over)
             finally:
                 # Of effect only when a step raised: the next call must not meet old requests.
                 engine.fail()
                 if tiers is not None:
                     tiers.drop()
-        return [self._output(collected[request.request_id]) for request in requests]
+        return [of.output() for of in collected.values()]
 
     def _grammar_of(self, request: Request) -> Grammar | None:
         """Raises GrammarError."""
@@ -363,39 +355,6 @@ class LLM:
         if self._model.grammars is None:
             raise RequestError("this model has no grammars", request.constraint.param)
         return self._model.grammars.compile(request.constraint)
-
-    def _output(self, of: "_Collected") -> Output:
-        sampling, last = of.request.sampling, of.last
-        assert last is not None and last.finish_reason is not None, of.request.request_id
-        is_stopped = last.finish_reason is FinishReason.STOP
-        return Output(
-            text=self._model.codec.decode(of.token_ids[:-1] if is_stopped else of.token_ids),
-            token_ids=of.token_ids,
-            finish_reason=last.finish_reason.value,
-            prompt_tokens=len(of.request.prompt_token_ids),
-            cached_tokens=last.num_cached_tokens,
-            logprobs=None if sampling.logprobs is None else of.logprobs,
-            prompt_logprobs=None if sampling.prompt_logprobs is None else of.prompt_logprobs,
-            error=last.error,
-            sample=None if of.request.fork_group is None else of.request.sample_index,
-        )
-
-
-@dataclass(slots=True)
-class _Collected:
-    """What has come of one request."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list[TokenLogprob | None])
-    last: TokenDelta | None = None
-
-    def add(self, delta: TokenDelta) -> None:
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.prompt_logprobs.extend(delta.prompt_logprobs)
-        self.last = delta
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -411,15 +370,6 @@ def read_rows(path: Path) -> list[Row]:
     except OSError as error:
         raise RowError(f"{path}: cannot be read: {error.strerror}") from None
     return list(grain.MapDataset.source(lines).map(lambda item: _row(path, *item)))
-
-
-def write_rows(path: Path, outputs: Iterable[Output]) -> None:
-    """Writes one JSON object per output, in order, of what the output has. Raises OSError."""
-    rows = (
-        {name: value for name, value in asdict(output).items() if value is not None}
-        for output in outputs
-    )
-    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 class JsonLines:
@@ -456,6 +406,7 @@ def _row(path: Path, line: int, text: bytes) -> Row:
         *_GUIDE_KEYS,
         "priority",
         "n",
+        "stop",
         *(_CHAT_KEYS if given[0] == "messages" else ()),
     )
     for key in values:
@@ -467,6 +418,13 @@ def _row(path: Path, line: int, text: bytes) -> Row:
     if not isinstance(values[given[0]], kind):
         raise RowError(f"{path}:{line}: {given[0]} is no {'text' if kind is str else 'list'}")
     return Row(line, values)
+
+
+def _as_stops(values: Mapping[str, Any], constraint: OutputConstraint | None) -> tuple[str, ...]:
+    """The texts that end an output with this form. Raises ApiError."""
+    stops = fields.stop_strings(values)
+    refuse_stop_strings(stops, constraint)
+    return stops
 
 
 def _as_int(token: object) -> object:

@@ -12,6 +12,7 @@ import deepseek_recipe as recipe
 
 from serving.core.request import FinishReason, SamplingParams, TokenLogprob
 from serving.frontend.gateway import Update
+from serving.frontend.text import PlainDecoder, TextCodec
 
 Piece = tuple[list[int], list[TokenLogprob]]
 """Tokens that are text, and their log probabilities if they were asked for."""
@@ -95,3 +96,42 @@ def chunks_of(processor: Any, tokens: AnswerTokens, update: Update) -> list[Any]
         chunks += processor.push(recipe.InferenceChunk.finish(reason))
         chunks += processor.finish()
     return chunks
+
+
+class PlainAnswer:
+    """An answer whose tokens are text and nothing else, up to a stop string.
+
+    Attributes:
+        text: what is certain of it.
+        finish_reason: `stop` or `length` once it has ended.
+        is_cut: whether a stop string has ended it.
+        tokens: its counts.
+        entries: tokens of the text and their log probabilities, if they were asked for.
+    """
+
+    def __init__(
+        self, codec: TextCodec, sampling: SamplingParams, eos: int | None, stop: Sequence[str]
+    ) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.is_cut = False
+        self.tokens = AnswerTokens(sampling, eos, has_stops=bool(stop))
+        self.entries: list[tuple[int, TokenLogprob]] = []
+        self._decoder = PlainDecoder(codec, stop)
+
+    def take(self, update: Update) -> str:
+        """Adds an update; returns the text that it made certain."""
+        new = ""
+        for visible, logprobs in self.tokens.pieces(update):
+            self.entries += zip(visible, logprobs, strict=False)
+            text, self.is_cut = self._decoder.push(visible)
+            new += text
+            if self.is_cut:
+                self.finish_reason = "stop"
+                break
+        if self.finish_reason is None and update.finish_reason is not None:
+            new += self._decoder.finish()
+            is_length = update.finish_reason is FinishReason.LENGTH
+            self.finish_reason = "length" if is_length else "stop"
+        self.text += new
+        return new

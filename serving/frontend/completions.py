@@ -6,9 +6,9 @@ import msgspec
 
 from serving.clock import Clock
 from serving.core.forking import fork
-from serving.core.request import FinishReason, Request, TokenLogprob
+from serving.core.request import Request
 from serving.frontend import fields
-from serving.frontend.answer_tokens import AnswerTokens
+from serving.frontend.answer_tokens import PlainAnswer
 from serving.frontend.conversion import ServedModel, check_room
 from serving.frontend.errors import ApiError, bad_request, decode_body
 from serving.frontend.gateway import Update
@@ -21,7 +21,6 @@ from serving.frontend.protocols import (
     refuse_stop_strings,
     usage,
 )
-from serving.frontend.text import PlainDecoder
 
 DEFAULT_MAX_TOKENS = 16
 """What the public protocol fixes for calls that do not say."""
@@ -39,7 +38,7 @@ class CompletionCall:
     def __init__(self, raw: bytes, model: ServedModel, clock: Clock, prompts_max: int) -> None:
         body = decode_body(raw)
         check_model(body, model)
-        fields.refuse_unsupported(body, fields.CHAT_NEUTRAL)
+        fields.refuse_unsupported(body, fields.COMPLETIONS_NEUTRAL)
         self.is_streamed = fields.boolean(body, "stream")
         self._includes_usage = fields.include_usage(body, self.is_streamed)
         self._continuous_usage = fields.continuous_usage(body)
@@ -145,39 +144,24 @@ class CompletionCall:
         )
 
 
-class _Text:
-    """The text of one sample so far."""
+class _Text(PlainAnswer):
+    """The text of one sample so far, behind its prompt if that is echoed."""
 
     def __init__(
         self, model: ServedModel, request: Request, stop: tuple[str, ...], echoes: bool
     ) -> None:
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.tokens = AnswerTokens(request.sampling, model.eos_token_id, has_stops=bool(stop))
-        self._decoder = PlainDecoder(model.codec, stop)
+        super().__init__(model.codec, request.sampling, model.eos_token_id, stop)
         self._unsent = model.codec.decode(request.prompt_token_ids) if echoes else ""
         self._codec = model.codec
-        self._entries: list[tuple[int, TokenLogprob]] = []
         self._has_logprobs = False
         self._offset = 0
 
     def take(self, update: Update) -> str:
         """Adds an update; returns the text that it made certain."""
-        new, self._unsent = self._unsent, ""
+        echo, self._unsent = self._unsent, ""
         self._has_logprobs |= bool(update.logprobs)
-        for visible, logprobs in self.tokens.pieces(update):
-            self._entries += zip(visible, logprobs, strict=False)
-            text, is_stopped = self._decoder.push(visible)
-            new += text
-            if is_stopped:
-                self.finish_reason = "stop"
-                break
-        if self.finish_reason is None and update.finish_reason is not None:
-            new += self._decoder.finish()
-            is_length = update.finish_reason is FinishReason.LENGTH
-            self.finish_reason = "length" if is_length else "stop"
-        self.text += new
-        return new
+        self.text += echo
+        return echo + super().take(update)
 
     def take_logprobs(self) -> dict[str, Any] | None:
         """The log probabilities since the last call, None if they are not wanted."""
@@ -189,7 +173,7 @@ class _Text:
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token, entry in self._entries:
+        for token, entry in self.entries:
             text = self._codec.decode([token])
             found["tokens"].append(text)
             found["token_logprobs"].append(entry.logprob)
@@ -197,7 +181,7 @@ class _Text:
             found["top_logprobs"].append(tops or None)
             found["text_offset"].append(self._offset)
             self._offset += len(text)
-        self._entries.clear()
+        self.entries.clear()
         return found
 
 

@@ -39,13 +39,14 @@ class ServedModel:
 class SentSchemas:
     """The JSON schemas of a request as the client sent them.
 
-    `answer` is that of the answer, which the field `param` asks for; `tools` are those of the
-    parameters of tools, by name.
+    `answer` is that of the answer, which the field `param` asks for; `has_form` says whether that
+    asks for a form of any kind. `tools` are those of the parameters of tools, by name.
     """
 
     answer: Any = None
     tools: Mapping[str, Any] = field(default_factory=dict[str, Any])
     param: str = ""
+    has_form: bool = False
 
 
 def conversion_options(model: ServedModel) -> recipe.ConversionOptions:
@@ -129,10 +130,10 @@ def constraint_of(
         return guided
     kind = ConstraintKind(wanted.kind)
     param = _CONSTRAINT_PARAMS.get(kind, sent.param)
-    if guided is not None:
-        raise bad_request(
-            f"received {guided.param} and {param}; expected at most one of them", guided.param
-        )
+    # Of tools and a form deepseek-recipe keeps the tools.
+    lost = sent.param if kind in TOOL_KINDS and sent.has_form else guided and guided.param
+    if lost:
+        raise bad_request(f"received {lost} and {param}; expected at most one of them", lost)
     text = _with_whole_schemas(kind, wanted.schema, sent)
     return OutputConstraint(kind, text, after_thinking, param)
 

@@ -25,8 +25,18 @@ CACHE_SALT_CHARS_MAX = 256
 
 _Body = Mapping[str, Any]
 
+_FORMS: dict[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
+    "text": ({},),
+    "output_format": (),
+    "output_config": ({},),
+}
+"""Where the dialects ask for a form of the answer; each refuses what it does not know of them."""
+
 # Values under which each field has no effect, so that a client that spells out defaults is served.
 CHAT_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **{name: neutral for name, neutral in _FORMS.items() if name != "response_format"},
+    "stop_sequences": ([],),
     "min_tokens": (0,),
     "prompt_logprobs": (),
     "suffix": ("",),
@@ -37,8 +47,15 @@ CHAT_NEUTRAL: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 
+COMPLETIONS_NEUTRAL = CHAT_NEUTRAL | {
+    "response_format": _FORMS["response_format"],
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
 
 RESPONSES_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **{name: neutral for name, neutral in _FORMS.items() if name != "text"},
+    "stop_sequences": ([],),
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -48,6 +65,9 @@ RESPONSES_NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 MESSAGES_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "response_format": _FORMS["response_format"],
+    "text": _FORMS["text"],
+    "stop": ([],),
     "mcp_servers": ([],),
     "container": (),
     "context_management": ({},),

@@ -46,9 +46,7 @@ class MessagesCall(ConversationCall):
         converted, prompt = _prompt(raw, body, model)
         with _renamed_errors(body):
             max_tokens = tokens_left(converted, prompt, model, "messages")
-            constraint = _format(body, converted) or constraint_of(
-                body, converted, _sent_schemas(body)
-            )
+            constraint = _constraint(body, converted)
             refuse_stop_strings(converted.parsing_options.stop_sequences, constraint)
         super().__init__(
             body,
@@ -127,29 +125,41 @@ def _with_named_tool(body: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**body, "tool_choice": choice | {"type": "tool", "name": tools[0].get("name")}}
 
 
-def _format(
+def _constraint(
     body: Mapping[str, Any], converted: recipe.ConversationRequest
 ) -> OutputConstraint | None:
+    """The form that the answer must have. Raises ApiError 400 for two of them."""
+    wanted = _format(body, starts_thinking(converted))
+    other = constraint_of(body, converted, _sent_schemas(body))
+    if wanted is not None and other is not None:
+        raise bad_request(
+            f"received {other.param} and {wanted.param}; expected at most one of them", other.param
+        )
+    return wanted or other
+
+
+def _format(body: Mapping[str, Any], after_thinking: bool) -> OutputConstraint | None:
     """The JSON schema that the answer must have, under either of its names; None for none."""
+    found: list[OutputConstraint] = []
     for param in ("output_config", "output_format"):
-        holder = body.get(param)
-        if holder is None:
+        wanted = body.get(param)
+        if param == "output_config" and isinstance(wanted, dict):
+            wanted = wanted.get("format")
+        if wanted is None:
             continue
-        wanted = holder
-        if param == "output_config" and isinstance(holder, dict):
-            wanted = holder.get("format")
-            if wanted is None:
-                continue
         if not isinstance(wanted, dict) or not isinstance(wanted.get("schema"), dict):
             raise bad_request(
                 f'{param} has no JSON schema; expected {{"type": "json_schema", "schema": ...}}',
                 param,
             )
-        if converted.inference_options.output_constraint is not None:
-            raise bad_request(f"received {param} and tools; expected at most one of them", param)
         text = msgspec.json.encode(wanted["schema"]).decode()
-        return OutputConstraint(ConstraintKind.JSON, text, starts_thinking(converted), param)
-    return None
+        found.append(OutputConstraint(ConstraintKind.JSON, text, after_thinking, param))
+    if len(found) > 1:
+        raise bad_request(
+            "received output_config.format and output_format; expected at most one of them",
+            "output_format",
+        )
+    return found[0] if found else None
 
 
 def _sent_schemas(body: Mapping[str, Any]) -> SentSchemas:

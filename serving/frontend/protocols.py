@@ -350,4 +350,5 @@ def _sent_schemas(body: dict[str, Any]) -> SentSchemas:
         (wanted.get("json_schema") or {}).get("schema"),
         {function["name"]: function.get("parameters") for function in functions},
         "response_format",
+        wanted.get("type", "text") != "text",
     )

@@ -133,4 +133,5 @@ def _sent_schemas(body: Mapping[str, Any]) -> SentSchemas:
         for tool in body.get("tools") or ()
         if tool.get("type") == "function"
     }
-    return SentSchemas(wanted.get("schema"), tools, "text")
+    has_form = wanted.get("type", "text") != "text"
+    return SentSchemas(wanted.get("schema"), tools, "text", has_form)

@@ -22,7 +22,8 @@ from serving.core.request import (
 )
 from serving.frontend.text import TextCodec
 from serving.loading import LoadedModel
-from serving.offline import LLM, Output, RowError, read_rows, write_rows
+from serving.offline import LLM, RowError, read_rows
+from serving.offline_outputs import Output, write_rows
 from sharding.config_file import override
 from tests.serving.running_service import FACTS, GRAMMARS, MODEL_DIR, SMALL
 from tests.serving.scripted import ScriptedExecutor
@@ -92,6 +93,44 @@ def test_end_token_stops_and_is_in_the_ids_only() -> None:
     assert output.token_ids == [LETTERS[2], LETTERS[3], 1]
     (ignored,) = llm.generate([3, 3], SamplingParams(max_tokens=4, ignore_eos=True))
     assert (ignored.text, ignored.finish_reason) == ("cd<｜end▁of▁sentence｜>f", "length")
+
+
+@pytest.mark.parametrize("stop", ["fg", ["zzz", "fg"]])
+def test_stop_texts_end_an_output(stop: str | list[str]) -> None:
+    executor = ScriptedExecutor(lambda position: LETTERS[position % 26])
+    llm = make_llm(executor)
+    params = SamplingParams(max_tokens=200, logprobs=0)
+    first, second = llm.generate([[3, 3], [3] * 10], params, stop=stop)
+    assert (first.text, first.finish_reason) == ("cde", "stop")
+    assert first.token_ids == LETTERS[2:7], "up to the token that completes the stop"
+    assert first.logprobs is not None and len(first.logprobs) == 5
+    assert second.text == letters(10, 21) and len(second.token_ids) == 23
+    # It ends when the text does, but for the steps in flight.
+    assert len(executor.plans) < 40
+    (whole,) = llm.generate([[3, 3]], SamplingParams(max_tokens=4), stop="fg")
+    assert (whole.text, whole.finish_reason) == ("cdef", "length"), "half of a stop is text"
+    with pytest.raises(RequestError, match="stop is ''"):
+        llm.generate([[3, 3]], params, stop="")
+
+
+def test_a_stop_and_the_end_of_the_sequence_in_one() -> None:
+    llm = make_llm(ScriptedExecutor(lambda position: 1 if position == 4 else LETTERS[position]))
+    (output,) = llm.generate([3, 3], SamplingParams(max_tokens=9), stop=["x"])
+    assert (output.text, output.finish_reason) == ("cd", "stop")
+    assert output.token_ids == [LETTERS[2], LETTERS[3], 1]
+    (output,) = llm.generate([3, 3], SamplingParams(max_tokens=2), stop=["d"])
+    assert (output.text, output.finish_reason) == ("c", "stop")
+
+
+def test_samples_and_rows_have_stops_too(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"prompt_token_ids": [3, 3], "max_tokens": 30, "stop": ["ef"], "n": 3},
+        {"prompt_token_ids": [3, 3], "max_tokens": 5},
+    )
+    outputs = make_llm().generate_rows(read_rows(path), source="f")
+    assert [output.text for output in outputs] == ["cd"] * 3 + ["cdefg"]
+    assert [len(output.token_ids) for output in outputs] == [4] * 3 + [5]
 
 
 def test_bad_prompt_refuses_all_and_leaves_the_engine_usable() -> None:
@@ -280,6 +319,8 @@ def test_controls_of_rows(tmp_path: Path) -> None:
         ({"prompt": "a", "seed": -1}, "seed is -1"),
         ({"prompt": "a", "priority": 0.5}, "priority is 0.5"),
         ({"prompt": "a", "stop_token_ids": [400]}, "stop_token_ids"),
+        ({"prompt": "a", "stop": [""]}, "stop is"),
+        ({"prompt": "a", "stop": "b", "guided_regex": "a"}, "stop together with guided_regex"),
         ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
         ({"prompt": "a", "logit_bias": {"320": 1}}, "320"),
         ({"prompt": "a", "guided_regex": "[a-"}, "unclosed"),

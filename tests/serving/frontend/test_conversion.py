@@ -1,9 +1,13 @@
 """Goal: prompts that leave no room are refused by the name of their field, before they are encoded
 where that is possible; limits come out as asked for.
 
-Method: conversations through each request type of deepseek-recipe, at the edges of a small context.
+No constraint is passed over: of two that cannot hold together one is refused, in every dialect.
+
+Method: conversations through each request type of deepseek-recipe, at the edges of a small context;
+bodies with every pair of forms.
 """
 
+import itertools
 import json
 from typing import Any
 
@@ -12,7 +16,11 @@ import pytest
 
 from serving.frontend.conversion import check_room, convert, encode, tokens_left
 from serving.frontend.errors import ApiError
-from tests.serving.frontend.test_protocols import MODEL
+from serving.frontend.message_calls import MessagesCall
+from serving.frontend.protocols import ChatCall
+from serving.frontend.responses import ResponsesCall
+from serving.transport.driver import SystemClock
+from tests.serving.frontend.test_protocols import MODEL, model_with_tools
 
 
 def converted(text: str, **changes: object) -> Any:
@@ -42,3 +50,54 @@ def test_refusals_name_the_field() -> None:
     check_room(255, MODEL, "input")
     with pytest.raises(ApiError, match="The input has 256 tokens"):
         check_room(256, MODEL, "input")
+
+
+FORM = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+MESSAGES = {"messages": [{"role": "user", "content": "json"}], "max_tokens": 9}
+NO_THINKING = {"thinking": {"type": "disabled"}}
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+DIALECTS: dict[type[ChatCall | MessagesCall | ResponsesCall], tuple[dict[str, Any], ...]] = {
+    ChatCall: (
+        MESSAGES | NO_THINKING,
+        {"response_format": {"type": "json_schema", "json_schema": FORM}},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": FUNCTION}]},
+    ),
+    ResponsesCall: (
+        {"input": "json", "reasoning": {"effort": "none"}},
+        {"text": {"format": FORM}},
+        {"tools": [{"type": "function"} | FUNCTION]},
+    ),
+    MessagesCall: (
+        MESSAGES | NO_THINKING,
+        {"output_format": FORM},
+        {"output_config": {"format": FORM}},
+        {"tools": [{"name": "f", "input_schema": {"type": "object"}}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_of_two_forms_none_is_passed_over(dialect: type[ChatCall]) -> None:
+    model, _ = model_with_tools()
+    base, *forms = DIALECTS[dialect]
+    forms += [{"guided_regex": "a"}, {"structured_outputs": {"regex": "a"}}]
+
+    def make(*changes: dict[str, Any]) -> ChatCall:
+        body = {"model": "tiny"} | base
+        for change in changes:
+            body |= change
+        return dialect(json.dumps(body).encode(), model, SystemClock())
+
+    for form in forms:
+        (param,) = form
+        (request,) = make(form).requests
+        assert request.constraint is not None and request.constraint.param == param
+    for one, other in itertools.combinations(forms, 2):
+        if one.keys() != other.keys():
+            with pytest.raises(ApiError, match="expected at most one of them") as caught:
+                make(one, other)
+            assert caught.value.status == 400 and caught.value.param in {**one, **other}
+    for one in forms[:-3]:
+        choice = {"type": "none"} if dialect is MessagesCall else "none"
+        assert make(one, forms[-3], {"tool_choice": choice}).requests[0].constraint is not None

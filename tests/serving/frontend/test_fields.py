@@ -227,6 +227,7 @@ def test_bad_guides(body: dict[str, object], param: str) -> None:
     ("dialect", "names"),
     [
         ("chats, completions", fields.CHAT_NEUTRAL),
+        ("completions", fields.COMPLETIONS_NEUTRAL.keys() - fields.CHAT_NEUTRAL),
         ("Responses", fields.RESPONSES_NEUTRAL),
         ("Messages", fields.MESSAGES_NEUTRAL),
     ],
@@ -255,3 +256,24 @@ def test_a_call_is_not_demanded_of_no_tools(choice: object) -> None:
     fields.check_tool_choice({"tool_choice": choice, "tools": [{}]})
     for harmless in (None, "auto", "none", {"type": "auto"}, {"type": "none"}):
         fields.check_tool_choice({"tool_choice": harmless})
+
+
+@pytest.mark.parametrize(
+    ("neutral_values", "refused"),
+    [
+        (fields.CHAT_NEUTRAL, ("text", "output_format", "output_config")),
+        (fields.COMPLETIONS_NEUTRAL, ("response_format", "text", "output_format", "output_config")),
+        (fields.RESPONSES_NEUTRAL, ("response_format", "output_format", "output_config")),
+        (fields.MESSAGES_NEUTRAL, ("response_format", "text")),
+    ],
+)
+def test_forms_of_other_dialects_are_refused(
+    neutral_values: dict[str, tuple[object, ...]], refused: tuple[str, ...]
+) -> None:
+    for name in refused:
+        fields.refuse_unsupported({name: None}, neutral_values)
+        with pytest.raises(ApiError) as caught:
+            fields.refuse_unsupported({name: {"type": "json_object"}}, neutral_values)
+        assert caught.value.param == name
+    fields.refuse_unsupported({"tools": [], "tool_choice": "auto"}, neutral_values)
+    fields.refuse_unsupported({"response_format": {"type": "text"}}, neutral_values)
