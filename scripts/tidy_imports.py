@@ -21,7 +21,7 @@ SERVING_ORDER = (
     ("__main__",),
     ("kv_commands", "mesh_planner"),
     ("offline", "simulate"),
-    ("offline_tiers",),
+    ("offline_outputs", "offline_tiers"),
     ("kv_process", "metadata_process", "router_process", "supervisor"),
     ("http_service", "node_process", "planner"),
     ("loading", "kv_storage"),
