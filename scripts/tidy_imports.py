@@ -48,7 +48,7 @@ NODES_ORDER = (
     ),
     ("calls",),
     ("block_service", "kv_offload", "membership", "pools"),
-    ("registry",),
+    ("registry", "request_spans"),
     ("node",),
     ("messages",),
     ("values",),

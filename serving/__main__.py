@@ -333,6 +333,7 @@ async def _serve_model(
     from serving.frontend.gateway import Gateway
     from serving.frontend.images import ImageReader
     from serving.frontend.quota import KVCosts
+    from serving.frontend.tracing import open_tracer
     from serving.http_service import Front, serve_http
     from serving.observe import ServiceMetrics
     from serving.planner import ModelPlan
@@ -366,8 +367,10 @@ async def _serve_model(
     async with Driver(cluster.nodes, cluster.executors, cluster.caches) as driver:
         gateway.flush = driver.perform
         plan = ModelPlan.of(config.model.directory, config.model.cache_format)
-        front = Front(gateway, served, config.engine, KVCosts(*plan.kv_costs()), access)
-        await serve_http(config, front, listener, tenancy, clock, _say)
+        costs = KVCosts(*plan.kv_costs())
+        with open_tracer(config.tracing, driver, str(MESH_WORKER)) as tracer:
+            front = Front(gateway, served, config.engine, costs, access, None, tracer)
+            await serve_http(config, front, listener, tenancy, clock, _say)
         profiler.close()
     return 0
 

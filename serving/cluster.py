@@ -225,6 +225,7 @@ def build(
         environment.profiler,
         environment.programs,
         None if environment.cache is None else offload_limits(config.kv),
+        environment.clock,
     )
     caches = {} if environment.cache is None else {MESH_WORKER: environment.cache}
     return Cluster([worker, frontend], {MESH_WORKER: environment.executor}, caches)
@@ -284,6 +285,7 @@ def build_member(
         profiler=environment.profiler,
         programs=environment.programs,
         offload=None if environment.cache is None else offload_limits(config.kv),
+        clock=environment.clock,
     )
 
 

@@ -29,7 +29,6 @@ from serving.frontend.quota import KVCosts, Quotas
 from serving.frontend.tracing import Tracer
 from serving.frontend.usage import UsageLog
 from serving.listening import listen
-from serving.transport.driver import unix_offset_ns
 from sharding.config_file import ConfigError
 
 Say = Callable[[str], None]
@@ -49,8 +48,8 @@ class Front:
     """What is served: a gateway, the model behind it, how many requests that can run, and what each
     of them takes.
 
-    `cache` is the way to the KV tiers, and `overview` tells what there is in a cluster; None if
-    there is none.
+    `cache` is the way to the KV tiers, `overview` tells what there is in a cluster, and `tracer`
+    makes spans; None if there is none.
     """
 
     gateway: Gateway
@@ -59,6 +58,7 @@ class Front:
     costs: KVCosts
     cache: CacheAccess | None = None
     overview: Callable[[], object] | None = None
+    tracer: Tracer | None = None
 
 
 async def serve_http(
@@ -74,36 +74,28 @@ async def serve_http(
     The gateway's effects are performed by the caller's driver.
     """
     quotas = Quotas(config.quotas, clock, front.costs)
-    with _tracer(config) as tracer:
-        accounting = Accounting(
-            quotas,
-            FairQueue.for_engine(front.engine),
-            tenancy.usage,
-            front.model.name,
-            clock,
-            front.gateway.metrics,
-            tracer,
-            config.prices,
-        )
-        app = make_app(
-            front.gateway,
-            front.model,
-            config.server,
-            clock,
-            tenancy.authenticator,
-            accounting,
-            front.cache,
-            front.overview,
-        )
-        with _reload_on_signal(tenancy, quotas, say):
-            await _serve_app(app, front.gateway, config, listener, say)
-
-
-def _tracer(config: ServingConfig) -> contextlib.AbstractContextManager[Tracer | None]:
-    """What makes the spans of calls, if they are to go anywhere. Raises ConfigError."""
-    if not config.tracing.endpoint:
-        return contextlib.nullcontext()
-    return Tracer(config.tracing, unix_offset_ns())
+    accounting = Accounting(
+        quotas,
+        FairQueue.for_engine(front.engine),
+        tenancy.usage,
+        front.model.name,
+        clock,
+        front.gateway.metrics,
+        front.tracer,
+        config.prices,
+    )
+    app = make_app(
+        front.gateway,
+        front.model,
+        config.server,
+        clock,
+        tenancy.authenticator,
+        accounting,
+        front.cache,
+        front.overview,
+    )
+    with _reload_on_signal(tenancy, quotas, say):
+        await _serve_app(app, front.gateway, config, listener, say)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from serving.config import ROUTER_NAME, ServingConfig
 from serving.core.buckets import CompiledProgram
 from serving.core.grammar import GrammarCompiler
 from serving.engine.engine import Executor
+from serving.frontend.tracing import open_tracer
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.offload import CachePort
 from serving.nodes.member_worker import MemberWorker
@@ -132,7 +133,8 @@ async def run_worker(
         worker.start()
         driver.perform(node_id)
         say(f"{READY} {node_id} at {network.address}")
-        with _drain_on_signal(worker, driver, config.server.drain_s, ending):
+        tracing = open_tracer(config.tracing, driver, str(node_id))
+        with tracing, _drain_on_signal(worker, driver, config.server.drain_s, ending):
             watch = asyncio.create_task(watch_parent(parent, lambda: driver.on_quit(_ORPHANED)))
             reason = await ending
             watch.cancel()

@@ -5,6 +5,7 @@ this module can be used by code that may not know of threads or sockets.
 """
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 LATENCY_BOUNDS_S = (
@@ -57,6 +58,26 @@ class TenantCounters:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpanNote:
+    """What somebody has done for a call that is traced.
+
+    Attributes:
+        parent: the span that it is a part of, as a `traceparent` header names it.
+        name: of what was done.
+        start_ns, end_ns: clock readings.
+        attributes: names and counts, never texts.
+        fault: why it ended badly; empty if it did not.
+    """
+
+    parent: str
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, str | int]
+    fault: str = ""
 
 
 @dataclass(slots=True)

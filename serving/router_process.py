@@ -23,6 +23,7 @@ from serving.frontend.gateway import Gateway
 from serving.frontend.images import ImageReader
 from serving.frontend.quota import KVCosts
 from serving.frontend.text import TextCodec
+from serving.frontend.tracing import open_tracer
 from serving.http_service import Front, Tenancy, serve_http
 from serving.kv.whereabouts import Announcer, Here
 from serving.node_process import cluster_key, watch_parent
@@ -75,12 +76,13 @@ async def run_router(
             rows = tuple(num * max(num_decode, 1) for num in config.engine.decode_rows)
             engine, costs = replace(config.engine, decode_rows=rows), KVCosts(*card.kv_bytes)
             access = None if make_access is None else make_access(card.fingerprint)
-            with _tier_nodes(config, network.address, clock) as nodes:
+            tracing = open_tracer(config.tracing, driver, str(ROUTER))
+            with _tier_nodes(config, network.address, clock) as nodes, tracing as tracer:
 
                 def overview() -> dict[str, object]:
                     return {**router.overview(), "tier_nodes": nodes()}
 
-                front = Front(gateway, model, engine, costs, access, overview)
+                front = Front(gateway, model, engine, costs, access, overview, tracer)
                 await serve_http(config, front, listener, tenancy, clock, say)
             watch.cancel()
     return 0

@@ -249,7 +249,8 @@ class Request:
     which this is number `sample_index` (`core.forking`). `resumed_token_ids` were generated for it
     elsewhere before: they count as generated and are not reported again. `cache_owner` is whose
     share of the device's memory its prefix is kept in; requests of different owners have
-    different salts.
+    different salts. `traceparent` names the span of its call, by the header of that name; empty if
+    nobody traces it.
     """
 
     request_id: str
@@ -264,6 +265,7 @@ class Request:
     sample_index: int = 0
     resumed_token_ids: tuple[int, ...] = ()
     cache_owner: str = ""
+    traceparent: str = ""
 
     def __post_init__(self) -> None:
         if not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:

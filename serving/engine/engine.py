@@ -196,6 +196,11 @@ class Engine:
         self._table.forget_prefixes()
         return [delta for delta in deltas if delta is not None]
 
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request is here and holds no memory yet."""
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and sequence.status is SequenceStatus.WAITING
+
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to do before another commit or admission."""
         if len(self._in_flight) >= self.limits.in_flight_max:

@@ -121,6 +121,10 @@ class MeshEngine:
         self._num_reserved[:] = 0
         return [delta for engine in self._engines for delta in engine.fail()]
 
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request is here and holds no memory yet."""
+        return any(engine.is_waiting(request_id) for engine in self._engines)
+
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to do before another commit or admission."""
         if len(self._in_flight) >= self.limits.in_flight_max:

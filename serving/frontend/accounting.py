@@ -19,7 +19,7 @@ from serving.frontend.gateway import Update
 from serving.frontend.logs import CALLS
 from serving.frontend.protocols import Call
 from serving.frontend.quota import Quotas
-from serving.frontend.tracing import CallTimes, Tracer
+from serving.frontend.tracing import CallSpan, Tracer
 from serving.frontend.usage import OPEN, UsageLog, UsageRecord
 from serving.observe import ServiceMetrics
 
@@ -52,17 +52,19 @@ class Accounting:
         self.metrics = metrics
 
     def open(
-        self, call: Call, principal: Principal, route: str, traceparent: str = ""
+        self, call: Call, principal: Principal, route: str, span: CallSpan | None = None
     ) -> "Account":
-        """The account of a call, its quota reserved; `traceparent` is the header of that name.
+        """The account of a call, its quota reserved. It ends the `span` of the call, if it has one.
 
         Raises:
             ApiError: 429 or 400, the tenant's quota does not allow for it.
         """
         limit = self.quotas.context_max(principal.tenant)
         requests = [_within(request, limit, principal) for request in call.requests]
+        if span is not None:
+            requests = [replace(request, traceparent=span.traceparent) for request in requests]
         try:
-            return Account(self, call, requests, principal.tenant, route, traceparent)
+            return Account(self, call, requests, principal.tenant, route, span)
         except ApiError:
             self.metrics.tenant(principal.tenant).num_refused += 1
             raise
@@ -78,13 +80,15 @@ class Account:
         requests: list[Request],
         tenant: str,
         route: str,
-        traceparent: str,
+        span: CallSpan | None,
     ) -> None:
         self.requests = requests
         self.tenant = tenant
         self._accounting = accounting
         self._call = call
-        self._traceparent = traceparent
+        self._span = span
+        self._error: ApiError | None = None
+        self._status = 200
         # A prompt counts once, however many samples of it are wanted.
         firsts = [request for request in requests if not request.sample_index]
         self._num_input = sum(len(request.prompt_token_ids) for request in firsts)
@@ -175,13 +179,19 @@ class Account:
         reason = next((reason for reason in _WORST_FIRST if reason in ended), "stop")
         await self._close(reason)
 
-    async def fail(self) -> None:
+    async def fail(self, error: ApiError, status: int = 200) -> None:
         """Completes the record of a call that a fault has ended; returns when it is on disk.
 
-        If it cannot be written either, the log has it.
+        If it cannot be written either, the log has it. `status` is that of the answer.
         """
+        self.note(error, status)
         with contextlib.suppress(ApiError):
             await self._close(FinishReason.ERROR.value)
+
+    def note(self, error: ApiError, status: int) -> None:
+        """What the client is told instead of an answer, or behind a part of one."""
+        if self._error is None:
+            self._error, self._status = error, status
 
     def abandon(self) -> None:
         """Completes the record of a call that nobody waits for, if nothing else has."""
@@ -213,7 +223,7 @@ class Account:
             correction = num_generated - self._num_output - num_cached
             accounting.queue.leave(self._place, correction)
         record = self._record_now(reason)
-        self._add_spans(record)
+        self._end_span(record)
         if not self._is_accepted:
             return None
         counters = accounting.metrics.tenant(self.tenant)
@@ -224,13 +234,10 @@ class Account:
         CALLS.info("call ended", extra={"fields": asdict(record)})
         return record if self._is_recorded else None
 
-    def _add_spans(self, record: UsageRecord) -> None:
-        if self._accounting.tracer is None:
+    def _end_span(self, record: UsageRecord) -> None:
+        if self._span is None:
             return
-        now_ns = self._accounting.clock.now_ns()
-        times = CallTimes(self._start_ns, self._entered_ns, self._first_token_ns, now_ns)
-        attributes = {
-            "http.route": record.route,
+        attributes: dict[str, str | int] = {
             "gen_ai.request.model": record.model,
             "gen_ai.response.id": record.request_id,
             "gen_ai.usage.input_tokens": record.num_prompt_tokens,
@@ -239,8 +246,12 @@ class Account:
             "deepinfer.finish_reason": record.finish_reason,
             "deepinfer.tenant": record.tenant,
         }
-        name = f"POST {record.route}"
-        self._accounting.tracer.add_call(name, self._traceparent, times, attributes)
+        now_ns = self._accounting.clock.now_ns()
+        entered_ns = now_ns if self._entered_ns is None else self._entered_ns
+        self._span.add_part("admission", self._start_ns, entered_ns)
+        if self._first_token_ns is not None:
+            self._span.add_event("first token", self._first_token_ns)
+        self._span.end(now_ns, attributes, self._error, self._status)
 
     def _record_now(self, reason: str) -> UsageRecord:
         num_cached, num_generated = sum(self._cached.values()), self._call.num_generated_tokens()

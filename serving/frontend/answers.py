@@ -59,6 +59,9 @@ class Answer(Response):
             cut_off = None if self._stream is None else self._stream.cut_off
             if cut_off is not None and self._has_begun:
                 await _end_cut_off(self._call.failing(cut_off), send)
+        except ApiError as error:
+            self._account.note(error, error.status)
+            raise
         finally:
             if self._stream is not None:
                 self._stream.close()
@@ -85,8 +88,8 @@ class Answer(Response):
         try:
             async for _ in self._events(stream, None):
                 pass
-        except ApiError:
-            await self._account.fail()
+        except ApiError as error:
+            await self._account.fail(error, error.status)
             raise
         body = call.answer()
         await self._account.end()
@@ -118,11 +121,12 @@ class Answer(Response):
             await self._account.end()
         except ApiError as error:
             end = call.failing(error)
-            await self._account.fail()
+            await self._account.fail(error)
         except Exception:
             _log.exception("writing the stream of %s failed", call.call_id)
-            end = call.failing(internal_error())
-            await self._account.fail()
+            error = internal_error()
+            end = call.failing(error)
+            await self._account.fail(error)
         await write(end, more=False)
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:

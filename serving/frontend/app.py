@@ -36,6 +36,7 @@ from serving.frontend.protocols import Call, ChatCall
 from serving.frontend.quota import Quotas
 from serving.frontend.responses import ResponsesCall
 from serving.frontend.tokenization import detokenize, tokenize
+from serving.frontend.tracing import Tracer
 
 _LARGE_BODY_BYTES = 32 * 2**10
 """Bodies from here on are parsed on another thread, lest encoding them delay everyone's tokens."""
@@ -84,12 +85,17 @@ def make_app(
     def use(handler: Handler) -> Handler:
         return guarded(Scope.USE, handler)
 
+    tracer = accounting.tracer
+
+    def generating(handler: Handler) -> Handler:
+        return use(handler) if tracer is None else _traced(use(handler), tracer, clock)
+
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", use(service.chat), methods=["POST"]),
-            Route("/v1/completions", use(service.completions), methods=["POST"]),
-            Route("/v1/responses", use(service.responses), methods=["POST"]),
-            Route("/v1/messages", use(service.messages), methods=["POST"]),
+            Route("/v1/chat/completions", generating(service.chat), methods=["POST"]),
+            Route("/v1/completions", generating(service.completions), methods=["POST"]),
+            Route("/v1/responses", generating(service.responses), methods=["POST"]),
+            Route("/v1/messages", generating(service.messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", use(service.count_tokens), methods=["POST"]),
             Route("/tokenize", use(service.tokenize), methods=["POST"]),
             Route("/detokenize", use(service.detokenize), methods=["POST"]),
@@ -235,8 +241,8 @@ class _Service:
         call = await self._parsed(request, parse)
         principal = getattr(request.state, "principal", LOCAL)
         try:
-            traceparent = request.headers.get("traceparent", "")
-            account = self._accounting.open(call, principal, request.url.path, traceparent)
+            span = getattr(request.state, "span", None)
+            account = self._accounting.open(call, principal, request.url.path, span)
         except ApiError as error:
             error.headers += self._accounting.quotas.headers(principal.tenant)
             raise
@@ -264,6 +270,25 @@ class _Service:
             "owned_by": "deepinfer",
             "max_model_len": self._model.context_max,
         }
+
+
+def _traced(handler: Handler, tracer: Tracer, clock: Clock) -> Handler:
+    """A handler whose calls have spans; the account of a call ends its span, if there comes one."""
+
+    async def handle(request: HttpRequest) -> Response:
+        caller = request.headers.get("traceparent", "")
+        span = request.state.span = tracer.begin(request.url.path, caller, clock.now_ns())
+        try:
+            return await handler(request)
+        except ApiError as error:
+            span.end(clock.now_ns(), {}, error, error.status)
+            raise
+        except Exception:
+            error = internal_error()
+            span.end(clock.now_ns(), {}, error, error.status)
+            raise
+
+    return handle
 
 
 def _check_operator(request: HttpRequest) -> None:

@@ -16,8 +16,9 @@ import numpy as np
 from serving.core.hand_off import HandedContext, blocks_of
 from serving.core.request import Request
 from serving.engine.engine import Engine
-from serving.nodes import messages
+from serving.nodes import messages, request_spans
 from serving.nodes.node import Outbox
+from serving.nodes.request_spans import RequestSpans
 from serving.nodes.values import HandOffRef, NodeId
 
 PULL = "pull "
@@ -49,18 +50,27 @@ class DecodeWorker:
     Args:
         fingerprint: what KV bytes depend on.
         timeout_ns: how long a part may take to come.
+        spans: of the worker's requests.
 
     Attributes:
         num_taken: contexts that came whole.
         num_lost: contexts that did not.
     """
 
-    def __init__(self, outbox: Outbox, engine: Engine, fingerprint: bytes, timeout_ns: int) -> None:
+    def __init__(
+        self,
+        outbox: Outbox,
+        engine: Engine,
+        fingerprint: bytes,
+        timeout_ns: int,
+        spans: RequestSpans,
+    ) -> None:
         self.num_taken = self.num_lost = 0
         self._outbox = outbox
         self._engine = engine
         self._fingerprint = fingerprint
         self._timeout_ns = timeout_ns
+        self._spans = spans
         # Blocks that are kept for each request, until the engine has it.
         self._reserved: dict[str, int] = {}
         self._pulls: dict[str, _Pull] = {}
@@ -99,6 +109,7 @@ class DecodeWorker:
         request_id = message.request.request_id
         if request_id in self._pulls:
             return  # A duplicate.
+        self._spans.enter(message.request, request_spans.HAND_OFF, holder=str(message.ref.holder))
         self._outbox.connect(message.ref.holder, message.address)
         self._pulls[request_id] = _Pull(source, message.request, message.ref)
         self._ask(request_id)
@@ -173,4 +184,5 @@ class DecodeWorker:
         pull = self._pulls.pop(request_id)
         self._reserved.pop(request_id, None)
         self.num_lost += 1
+        self._spans.end(request_id, detail)
         self._outbox.send(pull.source, messages.HandOffLost(request_id, detail))

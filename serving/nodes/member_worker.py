@@ -17,7 +17,7 @@ from typing import Any, override
 from serving.core.grammar import Grammar
 from serving.core.request import Request, RequestError, TokenDelta
 from serving.engine.engine import Engine
-from serving.nodes import membership, messages
+from serving.nodes import membership, messages, request_spans
 from serving.nodes.decode_worker import PULL, Arrived, DecodeWorker
 from serving.nodes.membership import Membership
 from serving.nodes.mesh_worker import MeshWorker
@@ -76,8 +76,11 @@ class MemberWorker(MeshWorker):
             card.fingerprint,
             lease_ns,
             lambda: self._membership.generation,
+            self._spans,
         )
-        self._decode = DecodeWorker(self.outbox, engine, card.fingerprint, options.pull_timeout_ns)
+        self._decode = DecodeWorker(
+            self.outbox, engine, card.fingerprint, options.pull_timeout_ns, self._spans
+        )
         self._arriving: dict[str, Arrived] = {}
         self._ready: deque[tuple[Arrived, Grammar | None]] = deque()
 
@@ -175,6 +178,7 @@ class MemberWorker(MeshWorker):
         if arrived is None:
             super()._fetch(source, request, grammar)
             return
+        self._spans.enter(arrived.request, request_spans.HAND_OFF)
         self._ready.append((arrived, grammar))
         self._adopt_ready()
         self._advance()
@@ -234,13 +238,14 @@ class MemberWorker(MeshWorker):
                 self._decode.forget(request_id)
                 invalid = RefusalReason.INVALID
                 refused = messages.Refused(request_id, invalid, str(error), error.param)
-                self.outbox.send(arrived.source, refused)
+                self._refuse(arrived.source, refused)
                 continue
             if transfer is None:
                 return
             self._ready.popleft()
             self._decode.forget(request_id)
             self._owners[request_id] = arrived.source
+            self._spans.move(request_id, request_spans.DECODE)
             self.outbox.execute(transfer)
 
     def _forget(self, request_id: str) -> None:
@@ -259,6 +264,7 @@ class MemberWorker(MeshWorker):
 
     def _reset(self) -> None:
         """Drops everything; what steps in flight still compute is for nobody."""
+        self._spans.end_all("its life as a member is over")
         self._drop_contexts()
         compiling = [name for waiting in self._compiling.values() for name in waiting]
         for request_id in [*self._owners, *compiling, *self._fetching]:

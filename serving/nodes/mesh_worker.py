@@ -19,7 +19,7 @@ With KV tiers it then waits, within a budget, for the part of its prompt that is
 from collections import deque
 from functools import partial
 
-from serving.clock import ns_of_s, s_of_ns
+from serving.clock import Clock, ns_of_s, s_of_ns
 from serving.core.admission import check_request
 from serving.core.buckets import CompiledProgram
 from serving.core.grammar import Grammar, GrammarCompiler
@@ -40,10 +40,11 @@ from serving.core.step_plan import StepResult
 from serving.engine.engine import Engine
 from serving.engine.mesh_engine import MeshEngine
 from serving.kv.offload import OffloadLimits
-from serving.nodes import messages
+from serving.nodes import messages, request_spans
 from serving.nodes.kv_offload import KVOffload
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import NodeId, Outbox
+from serving.nodes.request_spans import RequestSpans
 
 _WATCHDOG = "watchdog"
 
@@ -61,7 +62,8 @@ class MeshWorker:
     noticed after one to two such spans, because one timer serves all steps. `grammars` compiles
     the constraints of requests, each within `grammar_timeout_ns`; None for a model without.
     `profiler` makes traces; None makes none. `programs` are those that the executor compiled.
-    `offload` says how KV tiers are used; None if there are none.
+    `offload` says how KV tiers are used; None if there are none. `clock` is for the spans of traced
+    requests; None makes none.
     """
 
     def __init__(
@@ -74,9 +76,11 @@ class MeshWorker:
         profiler: Profiler | None = None,
         programs: tuple[CompiledProgram, ...] = (),
         offload: OffloadLimits | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.node_id = node_id
         self.outbox = Outbox()
+        self._spans = RequestSpans(node_id, self.outbox, clock)
         self._engine = engine
         self._step_timeout_ns = step_timeout_ns
         self._grammars = grammars
@@ -182,9 +186,10 @@ class MeshWorker:
         if request.constraint is None or self._failure is not None:
             self._fetch(source, request, None)
             return
+        self._spans.enter(request, request_spans.GRAMMAR)
         refused = self._begin_compiling(source, request)
         if refused is not None:
-            self.outbox.send(source, refused)
+            self._refuse(source, refused)
 
     def _begin_compiling(self, source: NodeId, request: Request) -> messages.Refused | None:
         request_id, constraint = request.request_id, request.constraint
@@ -219,13 +224,14 @@ class MeshWorker:
                 assert isinstance(grammar, Grammar), f"{grammar} is no grammar"
                 self._fetch(source, request, grammar)
             else:
-                self.outbox.send(source, messages.Refused(request_id, reason, error, param))
+                self._refuse(source, messages.Refused(request_id, reason, error, param))
 
     def _fetch(self, source: NodeId, request: Request, grammar: Grammar | None) -> None:
         """Start a request, once the stored part of its prompt is there if it is worth waiting."""
         offload = None if self._failure is not None else self._offload
         if offload is not None and self._is_valid(request) and offload.fetch(request):
             self._fetching[request.request_id] = (source, request, grammar)
+            self._spans.enter(request, request_spans.FETCH)
         else:
             self._start(source, request, grammar)
 
@@ -242,13 +248,18 @@ class MeshWorker:
             self._start(*self._fetching.pop(request_id))
 
     def _start(self, source: NodeId, request: Request, grammar: Grammar | None) -> None:
+        self._spans.enter(request, request_spans.QUEUE)
         refused = self._admit(request, grammar)
         if refused is not None:
-            self.outbox.send(source, refused)
+            self._refuse(source, refused)
             return
         self._owners[request.request_id] = source
         self.outbox.send(source, messages.Admitted(request.request_id))
         self._advance()
+
+    def _refuse(self, source: NodeId, refused: messages.Refused) -> None:
+        self._spans.end(refused.request_id, refused.reason.value)
+        self.outbox.send(source, refused)
 
     def _admit(self, request: Request, grammar: Grammar | None) -> messages.Refused | None:
         request_id = request.request_id
@@ -263,6 +274,7 @@ class MeshWorker:
         return None
 
     def _on_abort(self, request_id: str) -> None:
+        self._spans.end(request_id, "aborted")
         for waiting in self._compiling.values():
             waiting.pop(request_id, None)
         if self._offload is not None and self._fetching.pop(request_id, None) is not None:
@@ -288,6 +300,7 @@ class MeshWorker:
         return deltas
 
     def _send_tokens(self, deltas: list[TokenDelta]) -> None:
+        self._spans.take(deltas)
         by_owner: dict[NodeId, list[TokenDelta]] = {}
         for delta in deltas:
             owner = self._owners[delta.request_id]
@@ -304,6 +317,9 @@ class MeshWorker:
         while (plan := self._engine.plan()) is not None:
             self._steps_in_flight.append(plan.step_index)
             self.outbox.execute(plan)
+        for request_id in list(self._spans.queued):
+            if not self._engine.is_waiting(request_id):
+                self._spans.move(request_id, request_spans.PREFILL)
         self._watch()
 
     def _watch(self) -> None:
@@ -314,6 +330,7 @@ class MeshWorker:
 
     def _fail(self, detail: str) -> None:
         self._failure = detail
+        self._spans.end_all(detail)
         self._steps_in_flight.clear()
         owners = dict(self._owners)
         for waiting in self._compiling.values():

@@ -15,6 +15,7 @@ from serving.core.step_plan import StepPlan
 from serving.kv.offload import CacheCall
 from serving.nodes.messages import Message
 from serving.nodes.values import NodeId
+from serving.observe import SpanNote
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,14 @@ class Quit:
     detail: str
 
 
-Effect = Send | SetTimer | Execute | Compute | AskCache | Connect | Quit
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Make a span of what this node has done for a call that is traced."""
+
+    note: SpanNote
+
+
+Effect = Send | SetTimer | Execute | Compute | AskCache | Connect | Quit | Trace
 
 
 class Outbox:
@@ -117,6 +125,10 @@ class Outbox:
     def quit(self, detail: str) -> None:
         """Asks for the end of this process."""
         self._effects.append(Quit(detail))
+
+    def trace(self, note: SpanNote) -> None:
+        """Asks for a span."""
+        self._effects.append(Trace(note))
 
     def take(self) -> list[Effect]:
         """The effects since the last call, oldest first; the outbox is empty afterwards."""

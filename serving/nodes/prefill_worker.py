@@ -22,8 +22,9 @@ from serving.core.hand_off import blocks_of, goes_on, prefill_part
 from serving.core.kv_transfer import KVRead
 from serving.core.request import Request, TokenDelta
 from serving.engine.engine import Engine
-from serving.nodes import messages
+from serving.nodes import messages, request_spans
 from serving.nodes.node import Outbox
+from serving.nodes.request_spans import RequestSpans
 from serving.nodes.values import HandOffProblem, HandOffRef, NodeId
 
 LEASE = "lease "
@@ -41,6 +42,7 @@ class _Prefilling:
 
 @dataclass(slots=True)
 class _Held:
+    request_id: str
     ref: HandOffRef
     taker: NodeId
     context: KVRead
@@ -53,6 +55,7 @@ class PrefillWorker:
         fingerprint: what KV bytes depend on.
         lease_ns: how long a context is held without being asked for.
         generation: of the life that the worker has as a member now.
+        spans: of the worker's requests.
 
     Attributes:
         num_given: contexts that were pulled.
@@ -68,6 +71,7 @@ class PrefillWorker:
         fingerprint: bytes,
         lease_ns: int,
         generation: Callable[[], int],
+        spans: RequestSpans,
     ) -> None:
         self.num_given = self.num_lost = 0
         self.refused: dict[str, int] = {}
@@ -77,6 +81,7 @@ class PrefillWorker:
         self._fingerprint = fingerprint
         self._lease_ns = lease_ns
         self._generation = generation
+        self._spans = spans
         self._prefilling: dict[str, _Prefilling] = {}
         self._reading: dict[int, str] = {}
         self._held: dict[int, _Held] = {}
@@ -121,7 +126,7 @@ class PrefillWorker:
             num_tokens,
             blocks_of(num_tokens, self._engine.limits.block_size),
         )
-        self._held[ref.number] = _Held(ref, prefilling.taker, read)
+        self._held[ref.number] = _Held(request_id, ref, prefilling.taker, read)
         self._renew(ref.number)
         return messages.Held(request_id, ref)
 
@@ -178,6 +183,7 @@ class PrefillWorker:
             self.forget(delta.request_id)
             return delta
         self._reading[transfer.transfer_id] = delta.request_id
+        self._spans.move(delta.request_id, request_spans.HAND_OFF)
         self._outbox.execute(transfer)
         return replace(delta, finish_reason=None)
 
@@ -195,7 +201,8 @@ class PrefillWorker:
         self._outbox.set_timer(f"{LEASE}{number}", self._lease_ns)
 
     def _end(self, number: int, why: HandOffProblem) -> None:
-        del self._held[number]
+        is_given = why is HandOffProblem.CONSUMED
+        self._spans.end(self._held.pop(number).request_id, "" if is_given else why.value)
         self._past[number] = why
         if len(self._past) > _PAST_MAX:
             self._past.popitem(last=False)

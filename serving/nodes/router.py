@@ -29,12 +29,13 @@ from serving.core.buckets import BucketTable, StepKind
 from serving.core.engine_status import total_status
 from serving.core.profiling import ProfileProblem, ProfileRefusal
 from serving.core.request import Request, RequestError, TokenDelta
-from serving.nodes import messages
+from serving.nodes import messages, request_spans
 from serving.nodes.calls import Call, Calls, Phase
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import Outbox
 from serving.nodes.pools import DECODE, PLACES_MAX, WorkerPools
 from serving.nodes.registry import JoinRefusedError, Member, Registry
+from serving.nodes.request_spans import RequestSpans
 from serving.nodes.values import HandOffRef, NodeId
 
 SWEEP = "sweep"
@@ -91,6 +92,7 @@ class Router:
         self._random = random_source
         self.pools = WorkerPools(self.registry, options.local_prefill_ms)
         self._calls = Calls()
+        self._spans = RequestSpans(node_id, self.outbox, clock)
         # Set while those that said that they have no room are left alone.
         self._is_resting = False
         self._stranded_since_ns: int | None = None
@@ -149,7 +151,7 @@ class Router:
                 call = self._calls.get(request_id)
                 if call is not None:
                     self._leave_workers(call)
-                    self._calls.remove(call)
+                    self._end(call, "aborted")
                     self._start_waiting()
             case messages.Join(generation, card):
                 self._on_join(source, generation, card)
@@ -191,6 +193,7 @@ class Router:
         request = replace(request, sampling=sampling, fork_group=None)
         call = Call(request, source, self._clock.now_ns())
         self._calls.add(call)
+        self._spans.enter(request, request_spans.QUEUE)
         self.outbox.send(source, messages.Admitted(request_id))
         self._start_waiting()
 
@@ -276,6 +279,8 @@ class Router:
         placement = call.placement
         assert placement is not None and placement.decode is not None
         decode = placement.decode.node_id
+        where = {member.node_id.role: str(member.node_id) for member in placement.members}
+        self._spans.enter(call.request, request_spans.ATTEMPT, number=call.attempt, **where)
         if placement.prefill is None:
             self._enter(call, Phase.DECODING)
             self.outbox.send(decode, messages.Submit(call.current()))
@@ -302,7 +307,7 @@ class Router:
             self.outbox.set_timer(RETRY, _RETRY_NS)
         elif reason is RefusalReason.INVALID:
             self._leave_workers(call)
-            self._calls.remove(call)
+            self._end(call, reason.value)
             refused = messages.Refused(call.request.request_id, reason, detail, param)
             self.outbox.send(call.frontend, refused)
         else:
@@ -326,7 +331,7 @@ class Router:
             by_frontend.setdefault(call.frontend, []).append(told)
             if delta.finish_reason is not None:
                 self._leave_workers(call, ended_at=source)
-                self._calls.remove(call)
+                self._end(call)
         for frontend, some in by_frontend.items():
             self.outbox.send(frontend, messages.Tokens(tuple(some)))
         self._start_waiting()
@@ -350,22 +355,28 @@ class Router:
             if is_there and member.node_id != ended_at:
                 self.outbox.send(member.node_id, messages.Abort(call.attempt_id))
 
+    def _end(self, call: Call, fault: str = "") -> None:
+        self._calls.remove(call)
+        self._spans.end(call.request.request_id, fault)
+
     def _requeue(self, call: Call) -> None:
         """The attempt is over without an end of the request."""
         self._leave_workers(call)
         self._calls.requeue(call, self._clock.now_ns())
+        self._spans.enter(call.request, request_spans.QUEUE)
 
     def _restart(self, call: Call, detail: str) -> None:
         """The attempt has failed by no fault of the request."""
         self.num_restarted += 1
         call.num_failures += 1
         call.last_fault = detail
+        self._spans.end(call.request.request_id, detail)
         self._requeue(call)
         if call.num_failures >= self._options.attempts_max:
             self._give_up(call, f"{call.num_failures} attempts failed; the last one: {detail}")
 
     def _give_up(self, call: Call, detail: str) -> None:
-        self._calls.remove(call)
+        self._end(call, detail)
         self.outbox.send(call.frontend, messages.Failed(call.request.request_id, detail))
 
     # --- members ---

@@ -35,7 +35,9 @@ from serving.nodes.node import (
     Quit,
     Send,
     SetTimer,
+    Trace,
 )
+from serving.observe import SpanNote
 from serving.transport.in_process import InProcessNetwork
 
 _log = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Driver:
     Attributes:
         remote: the way to other processes; None if there are none.
         on_quit: called with the reason when a node asks for the end of this process.
+        on_trace: takes the spans of nodes.
 
     Use as an async context manager: threads start on entry and end on exit.
     """
@@ -106,6 +109,7 @@ class Driver:
         self._caches = caches or {}
         self.remote: Remote | None = None
         self.on_quit: Callable[[str], object] = _log.error
+        self.on_trace: Callable[[SpanNote], object] = lambda _: None
         self._threads: dict[NodeId, _ExecutorThreads] = {}
         self._timers: dict[tuple[NodeId, str], asyncio.TimerHandle] = {}
         self._computing: set[asyncio.Task[None]] = set()
@@ -152,6 +156,8 @@ class Driver:
                         self.remote.connect(other, address)
                 case Quit(detail):
                     self.on_quit(detail)
+                case Trace(note):
+                    self.on_trace(note)
                 case Execute():
                     pass
 

@@ -6,14 +6,15 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from serving.core.request import Request, SamplingParams
-from serving.frontend.text import TextCodec
+from serving.frontend.text import PlainDecoder, TextCodec
+from serving.frontend.usage import UsageRecord, read_records
 from serving.kv.cluster_key import ClusterKey
 from serving.kv_process import ask
 from sharding.config_file import ConfigError
@@ -50,6 +51,9 @@ lost_s = 1.6
 stranded_s = 3.0
 answer_s = 3.0
 lease_s = 4.0
+[tracing]
+endpoint = "{tracing}"
+sample_ratio = 0.0
 [cluster.nodes.p0]
 role = "prefill"
 [cluster.nodes.p1]
@@ -85,10 +89,13 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 40.0) -> 
 class Cluster:
     """The supervisor and what it has started, ready when the constructor returns."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, tracing: str = "") -> None:
+        """`tracing` is where the spans of those calls go whose clients ask for it."""
         path = folder / "cluster.toml"
         self._folder = folder
-        path.write_text(CONFIG.format(model=MODEL_DIR, folder=folder, port=port))
+        path.write_text(CONFIG.format(model=MODEL_DIR, folder=folder, port=port, tracing=tracing))
+        self.database = folder / "service.sqlite3"
+        self.streams: list[Stream] = []
         self.url = f"http://127.0.0.1:{port}"
         self.lines: list[str] = []
         self._client = httpx.Client(base_url=self.url, timeout=10)
@@ -145,6 +152,17 @@ class Cluster:
 
         return wait_for(is_settled, f"a cluster at rest\n{self.text()}")
 
+    def check_usage(self) -> None:
+        """Every accepted call since the last look has one record, of what its client has got."""
+        found: dict[str, list[UsageRecord]] = {}
+        for record in read_records(self.database):
+            found.setdefault(record.request_id, []).append(record)
+        assert all(len(records) == 1 for records in found.values())
+        streams, self.streams = self.streams, []
+        for stream in streams:
+            if stream.call_id:
+                stream.check_record(found[stream.call_id][0])
+
     def signal(self, name: str, number: int) -> int:
         """Send a signal to the process of a node; its number."""
         pid = self.node(name)["pid"]
@@ -192,7 +210,13 @@ class Stream:
     """A client that reads one streamed completion on a thread of its own."""
 
     def __init__(
-        self, cluster: Cluster, length: int = 40, salt: int = 0, max_tokens: int = 60, **more: Any
+        self,
+        cluster: Cluster,
+        length: int = 40,
+        salt: int = 0,
+        max_tokens: int = 60,
+        headers: Mapping[str, str] | None = None,
+        **more: Any,
     ) -> None:
         # Each salt has a prompt that begins like no other.
         self.prompt = random.Random(salt).choices(range(3, 300), k=length)
@@ -213,15 +237,16 @@ class Stream:
             "stream_options": {"include_usage": True},
             **more,
         }
+        self.call_id = ""
+        self._headers = headers
+        cluster.streams.append(self)
         self._url = f"{cluster.url}/v1/completions"
         self._thread = threading.Thread(target=self._read, args=(body,), daemon=True)
         self._thread.start()
 
     def expected(self) -> str:
         """The text that it must have in the end."""
-        sampling = SamplingParams(self.max_tokens, temperature=0, seed=3, ignore_eos=True)
-        request = Request("a", tuple(self.prompt), sampling)
-        return TextCodec.load(MODEL_DIR).decode(expected_tokens(request, 3, CONTEXT_MAX))
+        return TextCodec.load(MODEL_DIR).decode(self._tokens())
 
     def wait_for_text(self, num_characters: int = 5) -> None:
         """Return when something has come, but not all."""
@@ -239,12 +264,36 @@ class Stream:
         assert self.error is None and self.finish_reason == "length", self.error
         assert self.text == self.expected()
 
+    def check_record(self, record: UsageRecord) -> None:
+        """What is billed is what has come; of a server that died, no more than that."""
+        decoder = PlainDecoder(TextCodec.load(MODEL_DIR))
+        texts = [""]
+        for token in self._tokens():
+            texts.append(texts[-1] + decoder.push([token])[0])
+        texts[-1] = self.expected()
+        # Several, if the last tokens make no whole character.
+        counts = [count for count, text in enumerate(texts) if text == self.text]
+        assert counts and record.num_prompt_tokens == len(self.prompt)
+        if record.finish_reason == "crash":
+            assert self.error is not None and record.num_generated_tokens <= max(counts)
+        else:
+            assert record.finish_reason == ("error" if self.error else "length")
+            assert record.num_generated_tokens in counts, record
+
+    def _tokens(self) -> list[int]:
+        sampling = SamplingParams(self.max_tokens, temperature=0, seed=3, ignore_eos=True)
+        request = Request("a", tuple(self.prompt), sampling)
+        return expected_tokens(request, 3, CONTEXT_MAX)
+
     def _read(self, body: dict[str, Any]) -> None:
         try:
-            with httpx.stream("POST", self._url, json=body, timeout=60) as answer:
+            with httpx.stream(
+                "POST", self._url, json=body, headers=self._headers, timeout=60
+            ) as answer:
                 if answer.status_code != 200:
                     self.error = f"{answer.status_code}: {answer.read().decode()}"
                     return
+                self.call_id = answer.headers["x-request-id"]
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         self._take(json.loads(line.removeprefix("data: ")))

@@ -3,7 +3,8 @@ the processes behind it; or one clear error in time; and nothing of it stays any
 
 Method: one supervised cluster of real processes for all tests: router, two prefill and two decode
 workers, around simulated devices, which notice wrong blocks and states. After each test all nodes
-must be there again and hold nothing. Clients stream over HTTP.
+must be there again and hold nothing, and every call that was accepted must have one usage record of
+the tokens that its client got. Clients stream over HTTP.
 """
 
 import os
@@ -18,13 +19,20 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import NODES, Cluster, Stream, wait_for
+from tests.serving.span_receiver import Receiver, attributes, span_receiver
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def receiver() -> Iterator[Receiver]:
+    with span_receiver() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iterator[Cluster]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"), port)
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), port, receiver.url)
     try:
         yield cluster
     finally:
@@ -35,6 +43,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def cluster(running: Cluster) -> Iterator[Cluster]:
     yield running
     running.settle()
+    running.check_usage()
 
 
 def test_streams_have_the_tokens_of_a_single_worker(cluster: Cluster) -> None:
@@ -44,6 +53,41 @@ def test_streams_have_the_tokens_of_a_single_worker(cluster: Cluster) -> None:
     again = Stream(cluster, 500, 3)
     again.check()
     assert sum(num_given(cluster, name) for name in NODES[:2]) >= 5
+
+
+def test_spans_of_all_processes_are_in_the_trace_of_the_client(
+    cluster: Cluster, receiver: Receiver
+) -> None:
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    headers = {"traceparent": f"00-{trace}-{parent}-01"}
+    Stream(cluster, 200, max_tokens=20, headers=headers).check()
+    Stream(cluster, 200, max_tokens=20).check()
+    wanted = {
+        ("frontend", "admission"),
+        ("router", "queue"),
+        ("router", "attempt"),
+        ("prefill", "fetch"),
+        ("prefill", "queue"),
+        ("prefill", "prefill"),
+        ("prefill", "hand-off"),
+        ("decode", "hand-off"),
+        ("decode", "decode"),
+    }
+    wait_for(lambda: len(receiver.spans) > len(wanted), "spans")
+    (call,) = receiver.named("POST /v1/completions")
+    assert (call.trace_id.hex(), call.parent_span_id.hex()) == (trace, parent)
+    inside = receiver.children(call)
+    assert len(inside) == len(receiver.spans) - 1, "only the call that asked for it is traced"
+    assert all(span.trace_id == call.trace_id and not span.status.code for span in inside)
+    nodes = [attributes(span).get("deepinfer.node", "frontend") for span in inside]
+    found = [(node.split("/")[0], span.name) for node, span in zip(nodes, inside, strict=True)]
+    assert len(found) == len(wanted) and set(found) == wanted
+    # One process each, on one machine's clock.
+    processes = {resource["service.instance.id"] for resource in receiver.resources}
+    assert processes == {node for node in nodes if node != "frontend"}
+    for span in inside:
+        assert call.start_time_unix_nano - 10**9 < span.start_time_unix_nano
+        assert span.end_time_unix_nano < call.end_time_unix_nano + 10**9
 
 
 def test_more_requests_than_room(cluster: Cluster) -> None:

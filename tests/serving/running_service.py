@@ -28,10 +28,10 @@ from serving.frontend.http_limits import limited_protocol
 from serving.frontend.images import ImageReader
 from serving.frontend.quota import KVCosts, Quotas
 from serving.frontend.text import TextCodec
-from serving.frontend.tracing import Tracer
+from serving.frontend.tracing import open_tracer
 from serving.frontend.usage import UsageLog
 from serving.observe import ServiceMetrics
-from serving.transport.driver import Driver, SystemClock, unix_offset_ns
+from serving.transport.driver import Driver, SystemClock
 from sharding.config_file import override
 from tests.serving.scripted import ScriptedExecutor
 
@@ -121,10 +121,9 @@ class RunningService:
                 keys = None
                 if self._database is not None:
                     usage = stack.enter_context(UsageLog(self._database))
-                    tracer = None
-                    if self.config.tracing.endpoint:
-                        tracer = Tracer(self.config.tracing, unix_offset_ns())
-                        stack.enter_context(tracer)
+                    tracer = stack.enter_context(
+                        open_tracer(self.config.tracing, driver, str(MESH_WORKER))
+                    )
                     quotas = Quotas(self.config.quotas, clock, KVCosts(100.0, 1000))
                     queue = FairQueue.for_engine(self.config.engine)
                     self.accounting = Accounting(

@@ -19,9 +19,10 @@ from serving.engine.engine import Engine
 from serving.nodes import messages
 from serving.nodes.member_worker import MemberOptions, MemberWorker
 from serving.nodes.messages import Message
-from serving.nodes.node import Compute, Connect, Execute, Node, Quit, Send, SetTimer
+from serving.nodes.node import Compute, Connect, Execute, Node, Quit, Send, SetTimer, Trace
 from serving.nodes.router import Router, RouterOptions
 from serving.nodes.values import MemberCard, NodeId
+from serving.observe import SpanNote
 from serving.transport.codec import Codec, Parcel, WireError
 from tests.serving.engine.checked_engine import BUCKETS, make_limits
 from tests.serving.engine.prompts import prompt_of
@@ -84,6 +85,7 @@ class Fleet:
         self.admitted: list[str] = []
         self.sent: list[tuple[NodeId, NodeId, Message]] = []
         self.quits: list[str] = []
+        self.notes: list[SpanNote] = []
         self.cut: set[tuple[NodeId, NodeId]] = set()
         self.lose: Callable[[NodeId, NodeId, Message], bool] = lambda *_: False
         self._sizes = {"num_snapshots": 6, "in_flight_max": 2, **sizes}
@@ -117,6 +119,7 @@ class Fleet:
             10**12,
             MemberOptions(ROUTER, told, 2000 * MS, 200 * MS),
             random.Random(f"{node_id} {life}"),
+            clock=self.clock,
         )
         self.places[node_id] = Place(worker, SimulatedDevice(limits, BUCKETS), life=life)
         worker.start()
@@ -145,10 +148,13 @@ class Fleet:
         for call in kept:
             call()
 
-    def submit(self, name: str, length: int = 10, salt: int = 0, **sampling: Any) -> Request:
+    def submit(
+        self, name: str, length: int = 10, salt: int = 0, traceparent: str = "", **sampling: Any
+    ) -> Request:
         """A request of the frontend."""
         params = {"max_tokens": 12, "temperature": 0.5, "seed": 3, "ignore_eos": True, **sampling}
-        request = Request(name, tuple(prompt_of(length, salt)), SamplingParams(**params))
+        prompt = tuple(prompt_of(length, salt))
+        request = Request(name, prompt, SamplingParams(**params), traceparent=traceparent)
         self.give(FRONTEND, ROUTER, messages.Submit(request))
         return request
 
@@ -248,6 +254,8 @@ class Fleet:
                 case Quit(detail):
                     self.quits.append(detail)
                     place.is_alive = False
+                case Trace(note):
+                    self.notes.append(note)
                 case Execute() | Connect():
                     pass
                 case Compute(key, job):
