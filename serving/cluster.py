@@ -321,4 +321,6 @@ def offload_limits(options: KVOptions) -> OffloadLimits:
         wait_ns=ns_of_s(options.wait_s),
         retry_ns=ns_of_s(options.retry_s),
         sightings_min=options.sightings_min,
+        # As much again as the cache process has in shared memory.
+        staged_bytes_max=options.host_bytes,
     )

@@ -60,8 +60,9 @@ class OfflineTiers:
         self._cache = cache
         self._clock = clock
         self._wait_ns = limits.wait_ns
+        self._staged_bytes_max = limits.staged_bytes_max
         self._outbox = Outbox()
-        self._offload = KVOffload(self._outbox, engine.transfers, limits)
+        self._offload = KVOffload(self._outbox, engine.transfers, limits, executor.move)
         self._replies: queue.SimpleQueue[CacheReply] = queue.SimpleQueue()
         self._due_ns: dict[str, int] = {}
         self._queued: deque[Waiting] = deque()
@@ -91,6 +92,8 @@ class OfflineTiers:
         ready: list[Waiting] = []
         num_waiting = self._engine.status().num_waiting
         while self._queued and len(self._fetching) + num_waiting + len(ready) < _AHEAD_MAX:
+            if self._engine.transfers.num_staged_bytes >= self._staged_bytes_max:
+                break
             waiting = self._queued.popleft()
             if self._offload.fetch(waiting[0]):
                 self._fetching[waiting[0].request_id] = waiting

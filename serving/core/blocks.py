@@ -20,26 +20,34 @@ class BlockPool:
 
     A block without a holder is free. If it is *named*, because its content can serve others, it
     keeps the content until it is allocated anew, which happens only when there is no nameless
-    free block, and to the least recently used one of the owner with most of them first. Nameless
-    ones are reused in the order in which they became free.
+    free block, and to the least recently used one of the owner with most of them first; those that
+    somebody is about to need go last. Nameless ones are reused in the order in which they became
+    free.
 
     Holders are counts in one array rather than an object per block: a pool has tens of thousands
     of them and a step touches hundreds.
 
     Args:
         forget: called with a named block that is about to be reused.
+        may_go: whether a named block is one that nobody is about to need.
 
     Raises:
         ValueError: fewer than two blocks, so that none is left beside the padding block.
     """
 
-    def __init__(self, num_blocks: int, forget: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        forget: Callable[[int], None] | None = None,
+        may_go: Callable[[int], bool] = lambda block: True,
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks is {num_blocks}; expected at least 2 (block 0 is padding)"
             )
         self.num_blocks = num_blocks
         self._forget = forget
+        self._may_go = may_go
         self._num_holders = np.zeros(num_blocks, np.int32)
         self._is_named = np.zeros(num_blocks, bool)
         self._free: deque[int] = deque(range(1, num_blocks))
@@ -75,7 +83,9 @@ class BlockPool:
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         taken = [self._free.popleft() for _ in range(min(count, len(self._free)))]
         while len(taken) < count:
-            block = self._free_named.pop()
+            block = self._free_named.pop_first(self._may_go)
+            if block is None:
+                block = self._free_named.pop()
             self._is_named[block] = False
             del self._owners[block]
             assert self._forget is not None, f"block {block} is named, but nobody remembers it"

@@ -26,6 +26,7 @@ import numpy as np
 from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.cost import PrefillCost, num_pairs
 from serving.core.image_layout import next_stop, whole_images_end
+from serving.core.prefix_transfer import PrefixTransfers
 from serving.core.request import RequestImage
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence, lowest_rank
@@ -38,8 +39,12 @@ _SCAN_MAX = 64
 """Waiting sequences looked at per step, so that a long queue does not slow planning."""
 
 
-def start_waiting(waiting: WaitingQueue, table: RunningTable) -> None:
+def start_waiting(
+    waiting: WaitingQueue, table: RunningTable, transfers: PrefixTransfers | None = None
+) -> None:
     """Give rows to the waiting sequences that fit beside those already running.
+
+    What `transfers` has staged of their prompts is written to the device first.
 
     A sequence fits if, after the prompts being computed got all their blocks, and after each
     decoding sequence that may still grow got one more, enough are left for all its tokens. For the
@@ -54,6 +59,11 @@ def start_waiting(waiting: WaitingQueue, table: RunningTable) -> None:
             break
         if num_free_blocks is None:
             num_free_blocks = table.blocks.num_free - num_promised_blocks(table)
+        if transfers is not None and transfers.has_staged(sequence):
+            num_there = max(table.num_usable_blocks(sequence), transfers.num_present_of(sequence))
+            is_fitting = _num_needed_blocks(table, sequence, num_there) <= num_free_blocks
+            if is_fitting and not transfers.bring(sequence):
+                continue
         num_usable = table.num_usable_blocks(sequence)
         num_needed = _num_needed_blocks(table, sequence, num_usable)
         if num_needed <= num_free_blocks:

@@ -29,7 +29,7 @@ Snapshots are taken where they are likely to be used:
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +111,7 @@ class _Entry:
     snapshot: int = 0
     is_reused: bool = False
     tail_start: int | None = 0
+    num_pins: int = 0
 
 
 class PrefixIndex:
@@ -131,6 +132,7 @@ class PrefixIndex:
         # Slots with a snapshot, in the order in which they may go, and the prefixes they end.
         self._used_slots = SharedLru()
         self._slot_keys: dict[int, PrefixKey] = {}
+        self.num_pinned = 0
 
     @property
     def num_used_snapshots(self) -> int:
@@ -200,23 +202,47 @@ class PrefixIndex:
     def forget(self, block: int) -> None:
         """The block will hold something else: its prefix and its snapshot are no longer present."""
         entry = self._entries.pop(self._keys.pop(block))
+        self.num_pinned -= bool(entry.num_pins)
         if entry.snapshot:
             self._used_slots.remove(entry.snapshot)
             self._free_slots.append(entry.snapshot)
 
-    def reserve_slot(self) -> int | None:
-        """A slot for a new snapshot, that of an old one if need be: the least recently used one of
-        the owner with most of them.
+    def pin(self, keys: Iterable[PrefixKey]) -> None:
+        """Somebody is about to need these blocks: they go last, and their snapshots not at all."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self.num_pinned += not entry.num_pins
+                entry.num_pins += 1
 
-        None if all slots are reserved. Give it to `keep_snapshot` or `return_slot`.
+    def unpin(self, keys: Iterable[PrefixKey]) -> None:
+        """Take back one pin of each block that is there still."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry.num_pins:
+                entry.num_pins -= 1
+                self.num_pinned -= not entry.num_pins
+
+    def may_go(self, block: int) -> bool:
+        """Whether nobody is about to need a named block."""
+        return not self.num_pinned or not self._entries[self._keys[block]].num_pins
+
+    def reserve_slot(self, is_needed: Callable[[int], bool] = lambda slot: False) -> int | None:
+        """A slot for a new snapshot, that of an old one if need be: the least recently used one of
+        the owner with most of them that is neither pinned nor needed.
+
+        None if there is none. Give it to `keep_snapshot` or `return_slot`.
         """
-        if not self._free_slots:
-            if not self._used_slots:
-                return None
-            slot = self._used_slots.pop()
+        if self._free_slots:
+            return self._free_slots.pop()
+
+        def may_go(slot: int) -> bool:
+            return not self._entries[self._slot_keys[slot]].num_pins and not is_needed(slot)
+
+        slot = self._used_slots.pop_first(may_go)
+        if slot is not None:
             self._entries[self._slot_keys[slot]].snapshot = 0
-            return slot
-        return self._free_slots.pop()
+        return slot
 
     def return_slot(self, slot: int) -> None:
         """Give back a reserved slot without a snapshot."""
@@ -255,6 +281,7 @@ class PrefixIndex:
         """The device is lost, and with it all blocks and snapshots."""
         self._free_slots.extend(self._used_slots)
         self._used_slots.clear()
+        self.num_pinned = 0
         self._entries.clear()
         self._keys.clear()
 

@@ -1,14 +1,18 @@
 """Prefixes that leave the pools of an engine for other memory, and come back into them.
 
-Coming back is no work of the scheduler's: blocks are written into free ones and named, the state
-into a snapshot slot, and the request that waits for them then starts like any other whose prefix
-is present. What came back has no holder, so it takes nothing from running sequences; it takes the
-place of the prefixes that were used least recently.
+Coming back: blocks are written into free ones and named, the state into a snapshot slot, and the
+request that waits for them then starts like any other whose prefix is present. What came back has
+no holder, so it takes nothing from running sequences; it takes the place of the prefixes that were
+used least recently. It could itself be evicted before its request starts, if many wait. So it is
+*staged* in host memory until the scheduler starts the request, and written at that moment.
 
 Leaving is a copy of named blocks and of a snapshot. Neither is written to while it has its name,
-and a transfer stands in line with the steps, so nothing need be held until the copy is made.
+and a transfer stands in line with the steps, so nothing need be held until the copy is made. What
+waits to be copied is *pinned*: its blocks are evicted last, its snapshots not at all. Pins are
+no more than half of either, and nothing that runs ever waits for them.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -19,6 +23,10 @@ from serving.core.kv_transfer import KVTransfer
 from serving.core.prefix import PrefixKey, prefix_keys, root_key
 from serving.core.request import Request
 from serving.core.running_table import RunningTable
+from serving.core.sequence import Sequence
+
+_TRIES_MAX = 16
+"""Plans in which a request waits for a slot for its staged state, before it goes on without."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +44,12 @@ class StagedPrefix:
     first: int
     groups: tuple[np.ndarray, ...]
     state: np.ndarray | None
+
+    @property
+    def num_bytes(self) -> int:
+        """How much host memory it takes."""
+        state = 0 if self.state is None else self.state.nbytes
+        return sum(group.nbytes for group in self.groups) + state
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +69,35 @@ class WantedPrefix:
     has_state: bool
 
 
+@dataclass(slots=True)
+class _Staged:
+    """A prefix that waits for the start of its request."""
+
+    prefix: StagedPrefix
+    owner: str
+    num_tries: int = 0
+
+
+def _nobody(transfer: KVTransfer | None) -> None:
+    raise AssertionError("a prefix is staged, but nobody moves it")
+
+
 class PrefixTransfers:
-    """Moves prefixes into and out of the pools of a table."""
+    """Moves prefixes into and out of the pools of a table.
+
+    Attributes:
+        deliver: gets the transfer of a staged prefix whose request is about to start, which must
+            be dispatched before the next step, or None for one that cannot be used.
+    """
 
     def __init__(self, table: RunningTable, limits: EngineLimits) -> None:
         self._table = table
         self._limits = limits
         self._num_transfers = 0
+        self._staged: dict[str, _Staged] = {}
+        self._pins: dict[int, tuple[tuple[PrefixKey, ...], int]] = {}
+        self.num_staged_bytes = 0
+        self.deliver: Callable[[KVTransfer | None], None] = _nobody
 
     def record(self) -> None:
         """Begin to remember which prefixes can be gone on from."""
@@ -135,6 +171,62 @@ class PrefixTransfers:
         )
         return transfer, tuple(key for key, _ in found), slot is not None
 
+    def pin(self, number: int, keys: tuple[PrefixKey, ...]) -> None:
+        """Keep a prefix that is about to be read, if there is room for one more, until `unpin`."""
+        prefixes = self._table.prefixes
+        num_states = sum(prefixes.snapshot(key) is not None for key in keys)
+        num_pinned = sum(count for _, count in self._pins.values())
+        is_small = prefixes.num_pinned + len(keys) <= self._table.blocks.num_usable // 2
+        if is_small and num_pinned + num_states <= prefixes.num_snapshots // 2:
+            self._pins[number] = keys, num_states
+            prefixes.pin(keys)
+
+    def unpin(self, number: int) -> None:
+        """What was pinned under a number is not about to be read any more."""
+        keys, _ = self._pins.pop(number, ((), 0))
+        self._table.prefixes.unpin(keys)
+
+    def stage(self, request_id: str, prefix: StagedPrefix, owner: str = "") -> None:
+        """Keep a prefix until its request starts, or until `unstage`."""
+        self.unstage(request_id)
+        self._staged[request_id] = _Staged(prefix, owner)
+        self.num_staged_bytes += prefix.num_bytes
+
+    def unstage(self, request_id: str) -> None:
+        """Nobody needs a prefix any more."""
+        staged = self._staged.pop(request_id, None)
+        if staged is not None:
+            self.num_staged_bytes -= staged.prefix.num_bytes
+
+    def has_staged(self, sequence: Sequence) -> bool:
+        """Whether a prefix waits for the start of a sequence."""
+        return sequence.request.request_id in self._staged
+
+    def num_present_of(self, sequence: Sequence) -> int:
+        """Blocks on the device of the prefix that is staged for a sequence."""
+        return self.num_present(self._staged[sequence.request.request_id].prefix.keys)
+
+    def bring(self, sequence: Sequence) -> bool:
+        """Write what is staged for a sequence that is about to start; False if it has to wait.
+
+        It waits for a slot that holds no state which somebody is about to use.
+        """
+        request_id = sequence.request.request_id
+        staged = self._staged[request_id]
+        transfer = self.write(staged.prefix, staged.owner)
+        staged.num_tries += 1
+        if transfer is None and self._waits_for_slot(staged) and staged.num_tries < _TRIES_MAX:
+            return False
+        self.unstage(request_id)
+        self.deliver(transfer)
+        return True
+
+    def _waits_for_slot(self, staged: _Staged) -> bool:
+        keys, prefixes = staged.prefix.keys, self._table.prefixes
+        if staged.prefix.state is None or prefixes.num_usable(keys) == len(keys):
+            return False
+        return staged.prefix.first <= prefixes.num_present(keys)
+
     def write(self, prefix: StagedPrefix, owner: str = "") -> KVTransfer | None:
         """A transfer that makes a prefix usable, which counts as such from now on, for `owner`.
 
@@ -145,8 +237,6 @@ class PrefixTransfers:
         num_present = prefixes.num_present(keys)
         num_missing = len(keys) - num_present
         is_possible = prefix.first <= num_present and num_missing <= blocks.num_free
-        # A slot that a waiting row is about to be restored from must keep its content.
-        is_possible = is_possible and not (has_state and table.is_restoring)
         is_there = prefixes.num_usable(keys) == len(keys) if has_state else not num_missing
         if not is_possible or is_there:
             return None
@@ -154,7 +244,9 @@ class PrefixTransfers:
         blocks.hold(present)
         # What was just held is no longer free.
         is_possible = num_missing <= blocks.num_free
-        slot = prefixes.reserve_slot() if is_possible and has_state else None
+        # A slot that a waiting row is about to be restored from must keep its content.
+        needed = table.is_restored_from
+        slot = prefixes.reserve_slot(needed) if is_possible and has_state else None
         if not is_possible or (has_state and slot is None):
             blocks.release(present)
             return None

@@ -103,7 +103,7 @@ class RunningTable:
     ) -> None:
         self.slots = StateSlotPool(num_slots)
         self.prefixes = PrefixIndex(range(num_slots, num_slots + num_snapshots))
-        self.blocks = BlockPool(num_blocks, self.prefixes.forget)
+        self.blocks = BlockPool(num_blocks, self.prefixes.forget, self.prefixes.may_go)
         self.block_size = block_size
         self._replay = replay
         self.sequences: list[Sequence | None] = [None] * num_slots
@@ -178,6 +178,10 @@ class RunningTable:
     def is_restoring(self) -> bool:
         """Whether a row waits for its next step to copy a snapshot."""
         return bool(self._restores)
+
+    def is_restored_from(self, slot: int) -> bool:
+        """Whether a row waits for its next step to copy this snapshot."""
+        return slot in self._restores.values()
 
     def blocks_for(self, num_tokens: np.ndarray) -> np.ndarray:
         """Blocks that so many tokens fill, the last perhaps in part."""

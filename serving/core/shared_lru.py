@@ -6,7 +6,7 @@ bring in, and may have more while nobody else needs the room.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class SharedLru:
@@ -45,6 +45,15 @@ class SharedLru:
         number = next(iter(numbers))
         self.remove(number)
         return number
+
+    def pop_first(self, may_go: Callable[[int], bool]) -> int | None:
+        """Take out the first thing in that order that may go; None if nothing may."""
+        for numbers in sorted(self._by_owner.values(), key=len, reverse=True):
+            number = next(filter(may_go, numbers), None)
+            if number is not None:
+                self.remove(number)
+                return number
+        return None
 
     def clear(self) -> None:
         """Take everything out."""

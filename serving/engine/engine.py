@@ -176,6 +176,7 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
+        self.transfers.unstage(request_id)
         if sequence.row:
             self._table.leave(sequence.row, SequenceStatus.FINISHED)
         else:
@@ -220,7 +221,7 @@ class Engine:
     def start_waiting(self) -> None:
         """Give memory to the waiting requests that fit; the first half of `plan`."""
         if len(self._waiting):
-            prefill_scheduler.start_waiting(self._waiting, self._table)
+            prefill_scheduler.start_waiting(self._waiting, self._table, self.transfers)
             self._requeue_preempted()
 
     @property

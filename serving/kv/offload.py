@@ -94,6 +94,8 @@ class OffloadLimits:
         retry_ns: time until they are asked again.
         offers_max: offers that may be open at one time; more are dropped.
         sightings_min: how often a prefix must have been computed to be offered.
+        staged_bytes_max: of fetched prefixes whose requests have not started; more are written to
+            the device at once, where others may push them out again.
     """
 
     wait_ns: int
@@ -102,6 +104,7 @@ class OffloadLimits:
     retry_ns: int = 10_000_000_000
     offers_max: int = 64
     sightings_min: int = 1
+    staged_bytes_max: int = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

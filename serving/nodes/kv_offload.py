@@ -5,14 +5,16 @@
     commit -> prefixes that became usable -> OfferPrefix -> PrefixWanted -> blocks are read from the
               device -> StorePrefix
 
-A late answer is dropped: blocks are chosen on the device when the answer is taken, never before.
+A late answer is dropped: blocks are chosen on the device when the request starts, never before.
+Until then the prefix is in host memory. A prefix that is offered is pinned until it is read.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from serving.core.kv_transfer import KVRead, SwapInTimes
+from serving.core.kv_transfer import KVRead, KVTransfer, SwapInTimes
 from serving.core.prefix import PrefixKey
-from serving.core.prefix_transfer import PrefixTransfers
+from serving.core.prefix_transfer import PrefixTransfers, StagedPrefix
 from serving.core.request import Request
 from serving.kv.offload import (
     Breaker,
@@ -30,6 +32,7 @@ from serving.nodes.node import Outbox
 
 _PROBE = "kv probe"
 _WAIT = "kv wait "
+_OFFER = "kv offer "
 _SIGHTINGS = 65536
 
 
@@ -43,10 +46,21 @@ class _Stored:
 
 
 class KVOffload:
-    """The tiers as one worker uses them; its effects go into the worker's outbox."""
+    """The tiers as one worker uses them; its effects go into the worker's outbox.
 
-    def __init__(self, outbox: Outbox, transfers: PrefixTransfers, limits: OffloadLimits) -> None:
+    Args:
+        move: dispatches what is to be written before the next step; None leaves it to the outbox.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        transfers: PrefixTransfers,
+        limits: OffloadLimits,
+        move: Callable[[KVTransfer], None] | None = None,
+    ) -> None:
         self._outbox = outbox
+        self._move = move or outbox.execute
         self._transfers = transfers
         self._limits = limits
         self._breaker = Breaker(limits.faults_max)
@@ -60,6 +74,7 @@ class KVOffload:
         self._num_fetched_blocks = self._num_stored_blocks = 0
         self._swap_in_ns = self._swap_in_hidden_ns = 0
         transfers.record()
+        transfers.deliver = self._deliver
 
     def fetch(self, request: Request) -> bool:
         """Ask for the stored prefix of a checked request; whether it is to wait for the answer."""
@@ -86,12 +101,16 @@ class KVOffload:
     def forget(self, request_id: str) -> None:
         """Nobody waits for this request any more."""
         self._waiting.pop(request_id, None)
+        self._transfers.unstage(request_id)
 
     def on_timer(self, name: str) -> str | None:
         """Take the end of a timer; the request that is to start without its prefix, if any."""
         if name == _PROBE:
             self._breaker.probe()
             self._set_probe()
+            return None
+        if name.startswith(_OFFER):
+            self._close_offer(int(name.removeprefix(_OFFER)))
             return None
         request_id = name.removeprefix(_WAIT)
         if self._waiting.pop(request_id, None) is None:
@@ -130,7 +149,10 @@ class KVOffload:
             self._num_offers += 1
             offer = OfferPrefix(self._num_offers, keys, salt)
             self._offers[offer.offer_id] = offer
+            self._transfers.pin(offer.offer_id, keys)
             self._outbox.ask_cache(offer)
+            # One whose answer was lost is not kept for ever.
+            self._outbox.set_timer(f"{_OFFER}{offer.offer_id}", self._limits.retry_ns)
 
     @property
     def num_offers(self) -> int:
@@ -171,16 +193,30 @@ class KVOffload:
         else:
             self._breaker.succeed()
             self._counts["hits"] += 1
-            transfer = self._transfers.write(reply.prefix, owner)
-            if transfer is None:
-                self._counts["unused"] += 1
-            else:
-                self._num_fetched_blocks += len(transfer.write_blocks)
-                self._outbox.execute(transfer)
+            self._stage(reply.request_id, reply.prefix, owner)
         return reply.request_id
 
+    def _stage(self, request_id: str, prefix: StagedPrefix, owner: str) -> None:
+        size = self._transfers.num_staged_bytes + prefix.num_bytes
+        if size <= self._limits.staged_bytes_max:
+            self._transfers.stage(request_id, prefix, owner)
+        else:
+            self._deliver(self._transfers.write(prefix, owner))
+
+    def _deliver(self, transfer: KVTransfer | None) -> None:
+        """Move a prefix to the device before the next step; None if it is of no use there."""
+        if transfer is None:
+            self._counts["unused"] += 1
+        else:
+            self._num_fetched_blocks += len(transfer.write_blocks)
+            self._move(transfer)
+
+    def _close_offer(self, offer_id: int) -> OfferPrefix | None:
+        self._transfers.unpin(offer_id)
+        return self._offers.pop(offer_id, None)
+
     def _on_wanted(self, reply: PrefixWanted) -> None:
-        offer = self._offers.pop(reply.offer_id, None)
+        offer = self._close_offer(reply.offer_id)
         has_state = reply.has_state and self._transfers.needs_states
         if offer is None or not (reply.blocks or has_state):
             return
@@ -195,7 +231,8 @@ class KVOffload:
         was_open = self._breaker.is_open
         if self._breaker.fail():
             # Offers that were never answered are not waited for.
-            self._offers.clear()
+            for offer_id in list(self._offers):
+                self._close_offer(offer_id)
             if not was_open:
                 self._set_probe()
 

@@ -251,6 +251,8 @@ class MeshWorker:
         self._spans.enter(request, request_spans.QUEUE)
         refused = self._admit(request, grammar)
         if refused is not None:
+            if self._offload is not None:
+                self._offload.forget(request.request_id)
             self._refuse(source, refused)
             return
         self._owners[request.request_id] = source

@@ -1,10 +1,10 @@
-"""Goal: whatever happens to storage nodes, to the cache process or to the metadata node, a real model
-gives the tokens of a cold run, and what was stored is used again afterwards.
+"""Goal: whatever happens to storage nodes, to the cache process or to the metadata node, a real
+model gives the tokens of a cold run, and what was stored is used again afterwards.
 
 Method: one compiled model in this process, with an engine of its own for each run, so that whatever
-is used again has come from the tiers. These are all processes of their own: six storage nodes with a
-code of three and two, a metadata node, and the cache processes. Signals are sent when the engine has
-made so many calls to its cache: while it reads and while it writes.
+is used again has come from the tiers. These are all processes of their own: six storage nodes with
+a code of three and two, a metadata node, and the cache processes. Signals are sent when the engine
+has made so many calls to its cache: while it reads and while it writes.
 """
 
 import os

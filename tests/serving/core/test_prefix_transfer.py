@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.core.kv_transfer import KVRead
+from serving.core.kv_transfer import KVRead, KVTransfer
 from serving.core.prefix import PrefixKey
 from serving.core.prefix_transfer import StagedPrefix
 from serving.core.replay import ReplayMode, ReplayRule
@@ -159,15 +159,91 @@ def test_blocks_that_are_held_while_room_is_made_stay() -> None:
 
 
 def test_a_waiting_restore_keeps_its_snapshot() -> None:
-    prompt = prompt_of(30)
-    source, shelf = computed(prompt)
-    table = source.engine._table
-    table._restores[1] = 6
-    other = keys_of(source, prompt_of(30, salt=1))
-    staged = StagedPrefix(other, 0, shelf.staged(keys_of(source, prompt)).groups, np.zeros(8))
-    assert source.engine.transfers.write(staged) is None
-    table._restores.clear()
-    assert source.engine.transfers.write(staged) is not None
+    prompt = prompt_of(9)
+    _, shelf = computed(prompt)
+    target = make_checked(num_snapshots=2)
+    for salt in (1, 2):
+        target.admit(prompt_of(9, salt=salt), ONE)
+        target.drain()
+    table, transfers = target.engine._table, target.engine.transfers
+    slots = [table.prefixes.snapshot(keys_of(target, prompt_of(9, salt))[-1]) for salt in (1, 2)]
+    first, second = slots
+    assert first is not None and second is not None
+    staged = shelf.staged(keys_of(target, prompt))
+    # The one that would have to go is about to be used, then both are.
+    table._restores = {1: first, 2: second}
+    assert transfers.write(staged) is None
+    table._restores = {1: first}
+    transfer = transfers.write(staged)
+    assert transfer is not None and transfer.write_slots.tolist() == [second]
+
+
+def test_what_is_staged_is_written_when_its_request_starts() -> None:
+    """More requests than snapshots wait for their prefixes, and all of them go on from them."""
+    prompts = [prompt_of(14, salt=salt) for salt in range(12)]
+    target = make_checked(num_snapshots=2, num_blocks=33)
+    transfers, num_written = target.engine.transfers, 0
+
+    def deliver(transfer: KVTransfer | None) -> None:
+        nonlocal num_written
+        assert transfer is not None
+        num_written += 1
+        target.device.move(transfer)
+
+    transfers.deliver = deliver
+    names: list[str] = []
+    for number, prompt in enumerate(prompts):
+        _, shelf = computed(prompt)
+        transfers.stage(f"request-{number}", shelf.staged(keys_of(target, prompt)))
+        names.append(target.admit(prompt, LONG))
+    assert not num_written and transfers.num_staged_bytes > 0
+    target.abort(names.pop())
+    target.drain()
+    assert [target.num_cached[name] for name in names] == [12] * 11
+    assert num_written == 11 and transfers.num_staged_bytes == 0
+
+
+def test_a_request_does_not_wait_for_ever_for_what_is_staged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = prompt_of(14)
+    _, shelf = computed(prompt)
+    target = make_checked(num_snapshots=1)
+    delivered: list[KVTransfer | None] = []
+    target.engine.transfers.deliver = delivered.append
+    target.admit(prompt_of(9, salt=1), ONE)
+    target.drain()
+    # Nobody may have the only slot.
+    monkeypatch.setattr(target.engine._table, "is_restored_from", lambda slot: True)
+    target.engine.transfers.stage("request-2", shelf.staged(keys_of(target, prompt)))
+    target.admit(prompt_of(3), SamplingParams(max_tokens=36, temperature=0, ignore_eos=True))
+    name = target.admit(prompt, ONE)
+    target.drain()
+    assert delivered == [None] and target.num_cached[name] == 0
+
+
+def test_pins_are_bounded_and_end() -> None:
+    target = make_checked(num_blocks=17, num_snapshots=4, context_max=40)
+    transfers, prefixes = target.engine.transfers, target.engine._table.prefixes
+    pinned = [prompt_of(14, salt=salt) for salt in (1, 2, 3)]
+    for number, prompt in enumerate(pinned):
+        target.admit(prompt, ONE)
+        target.drain()
+        transfers.pin(number, keys_of(target, prompt))
+    # The third would have been more than half of the snapshots.
+    for salt in range(4, 10):
+        target.admit(prompt_of(14, salt=salt), ONE)
+        target.drain()
+    left = [transfers.num_present(keys_of(target, prompt)) for prompt in pinned]
+    assert left == [3, 3, 0] and prefixes.num_pinned == 6
+    assert [prefixes.num_usable(keys_of(target, prompt)) for prompt in pinned] == [3, 3, 0]
+    # Whoever runs may have all of it.
+    target.admit(prompt_of(38, salt=20), ONE)
+    target.admit(prompt_of(24, salt=21), ONE)
+    target.drain()
+    for number in range(3):
+        transfers.unpin(number)
+    assert prefixes.num_pinned == 0
 
 
 def test_reading_leaves_out_what_is_gone() -> None:

@@ -171,6 +171,37 @@ def test_a_stored_prefix_is_used() -> None:
     assert not any(isinstance(call, FetchPrefix) for call in rig.calls)
 
 
+def test_what_is_offered_stays_until_it_is_read() -> None:
+    rig = Rig(num_blocks=25, num_snapshots=4)
+    rig.submit("a", prompt_of(30), max_tokens=1)
+    rig.reply(PrefixFetched("a", None))
+    (offer,) = [call for call in rig.calls if isinstance(call, OfferPrefix)]
+    for number in range(6):
+        rig.submit(f"b{number}", prompt_of(30, number + 1), max_tokens=1)
+        rig.reply(PrefixFetched(f"b{number}", None))
+    rig.calls.clear()
+    rig.reply(PrefixWanted(offer.offer_id, offer.keys, True))
+    store = rig.only_call(StorePrefix)
+    assert store.blocks == offer.keys and store.state == offer.keys[-1]
+    # An offer whose answer is lost is closed: its place is for others.
+    for timer in [timer for timer in rig.timers if timer.startswith("kv offer ")]:
+        rig.fire(timer)
+    assert rig.worker._offload is not None and rig.worker._offload.num_offers == 0
+    engine = rig.worker._engine
+    assert isinstance(engine, Engine) and engine.transfers._pins == {}
+
+
+def test_what_does_not_fit_beside_the_device_is_written_at_once() -> None:
+    prompt = prompt_of(30)
+    prefix, _ = stored(Rig(), prompt)
+    limits = dataclasses.replace(LIMITS, staged_bytes_max=prefix.num_bytes - 1)
+    rig = Rig(limits)
+    request = rig.submit("a", prompt)
+    rig.reply(PrefixFetched("a", prefix))
+    rig.check(request)
+    assert rig.cached == {"a": 28} and rig.status().num_fetched_blocks == 7
+
+
 def test_with_replay_no_states_are_stored_nor_asked_for() -> None:
     rule = ReplayRule(ReplayMode.MASK, WINDOW + ROLLBACK_MAX, num_replayed=6)
     prompt, source = prompt_of(40), Rig(replay=rule)
