@@ -304,6 +304,8 @@ class ClusterOptions:
     `answer_s`: how long a worker may take to keep room, or to send a part of a context.
     `lease_s`: how long a computed context waits to be pulled.
     `stranded_s`: how long requests wait while there is no worker of a role.
+    `context_transfer`: how contexts go to decode workers: `auto` through shared memory between
+    nodes with `ipc://` addresses and over sockets else, `sockets` always over these.
     `local_prefill_ms`: a prompt is computed where it decodes, and its context not moved, if that is
     predicted to take no longer, from steps measured at the first start; 0 moves all.
     """
@@ -317,6 +319,7 @@ class ClusterOptions:
     answer_s: float = 5.0
     lease_s: float = 10.0
     stranded_s: float = 5.0
+    context_transfer: Literal["auto", "sockets"] = "auto"
     local_prefill_ms: float = 0.0
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from serving.kv.offload import CachePort
 from serving.nodes.member_worker import MemberWorker
 from serving.nodes.values import NodeId
 from serving.transport.driver import Driver, SystemClock
+from serving.transport.shared_frames import SharedFrames
 from serving.transport.zeromq import ZeroMQNetwork
 from sharding.config_file import ConfigError
 
@@ -108,11 +109,16 @@ async def run_worker(
     """
     address = config.cluster.address_of(node_id.name)
     drivers: list[Driver] = []
+    clock = SystemClock()
+    shared = None
+    if config.cluster.context_transfer == "auto":
+        shared = SharedFrames(Path(config.kv.memory_directory), clock)
     try:
-        network = ZeroMQNetwork(address, cluster_key(config), lambda *m: drivers[0].deliver(*m))
+        network = ZeroMQNetwork(
+            address, cluster_key(config), lambda *m: drivers[0].deliver(*m), shared=shared
+        )
     except zmq.ZMQError as error:
         raise ConfigError(f"{node_id}: cannot listen at {address}: {error.strerror}") from None
-    clock = SystemClock()
     environment = Environment(
         clock,
         random.Random(),

@@ -43,16 +43,19 @@ def blocks_of(num_tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HandedContext:
-    """All that is known after `num_tokens` tokens, in host memory.
+    """All that is known after `num_tokens` tokens, in host memory, but for what is there already.
 
     Attributes:
         groups: per layer group [blocks, bytes] uint8.
         state: [bytes] uint8.
+        first: blocks that are left out at the beginning; somebody holds them in the pool that the
+            context comes to (`HandOffs.hold_present`).
     """
 
     num_tokens: int
     groups: tuple[np.ndarray, ...]
     state: np.ndarray
+    first: int = 0
 
 
 class HandOffs:
@@ -98,6 +101,19 @@ class HandOffs:
         """
         return self._ended.pop(request_id, None)
 
+    def hold_present(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Hold the blocks that the pool has of a context of so many tokens, from its beginning on.
+
+        They need not be brought then; `release` them when the context is adopted or given up.
+        """
+        present = self._present_blocks(sequence, num_tokens // self._table.block_size)
+        self._table.blocks.hold(present)
+        return present
+
+    def release(self, blocks: list[int]) -> None:
+        """Give up what `hold_present` holds."""
+        self._table.blocks.release(blocks)
+
     def adopt(self, sequence: Sequence, context: HandedContext) -> KVTransfer | None:
         """Give a sequence a row whose context is written by the transfer.
 
@@ -111,7 +127,8 @@ class HandOffs:
         # A slot that a waiting row is about to be restored from must keep its content.
         if not table.slots.num_free or table.is_restoring:
             return None
-        present = self._present_blocks(sequence, num_tokens // size)
+        present, first = self._present_blocks(sequence, num_tokens // size), context.first
+        assert len(present) >= first, f"{first} blocks were left out and {len(present)} are there"
         num_wanted = blocks_of(num_tokens + 1, size) - len(present)
         table.blocks.hold(present)
         if num_wanted > table.blocks.num_free - num_promised_blocks(table):
@@ -119,12 +136,11 @@ class HandOffs:
             return None
         table.adopt(sequence, present, num_wanted)
         blocks = table.block_tables[sequence.row]
-        num_blocks = len(context.groups[0]) if context.groups else 0
-        written = slice(len(present), num_blocks)
+        num_blocks = first + (len(context.groups[0]) if context.groups else 0)
         return KVTransfer(
             self._next_id(),
-            write_blocks=blocks[written].copy(),
-            write_groups=tuple(group[written] for group in context.groups)
+            write_blocks=blocks[len(present) : num_blocks].copy(),
+            write_groups=tuple(group[len(present) - first :] for group in context.groups)
             if num_blocks > len(present)
             else (),
             write_slots=np.array([sequence.row], np.int32),

@@ -166,6 +166,14 @@ class Engine:
             self._sequences[request.request_id] = sequence
         return transfer
 
+    def hold_present(self, request: Request) -> list[int]:
+        """Hold the blocks that are here of the context of a request that will be adopted.
+
+        Whoever asks gives them to `hand_offs.release` in the end.
+        """
+        sequence = make_sequence(request, self.limits, -1, 0, None)
+        return self.hand_offs.hold_present(sequence, sequence.num_tokens - 1)
+
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT
     ) -> TokenDelta | None:

@@ -4,6 +4,8 @@ context is pulled from whoever has computed it, and it goes on here.
     Reserve -> Reserved
     TakeOver -> ReadBlocks -> Blocks, part by part -> HandOffDone, HandedOver -> in the engine
 
+Blocks of the context that are here already, from its beginning on, are held and not pulled.
+
 A context comes whole or not at all: if one part is refused, or does not come in time, the parts
 that came are dropped and the router is told. It then has the prompt computed again, by whom it
 sees fit.
@@ -28,10 +30,13 @@ PART_BLOCKS = 64
 
 @dataclass(slots=True)
 class _Pull:
+    """`num_come` blocks are here, of which `num_held` were so before."""
+
     source: NodeId
     request: Request
     ref: HandOffRef
-    num_come: int = 0
+    num_held: int
+    num_come: int
     parts: list[tuple[np.ndarray, ...]] = field(default_factory=list[tuple[np.ndarray, ...]])
 
 
@@ -55,6 +60,7 @@ class DecodeWorker:
     Attributes:
         num_taken: contexts that came whole.
         num_lost: contexts that did not.
+        num_spared: blocks that need not be pulled.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class DecodeWorker:
         timeout_ns: int,
         spans: RequestSpans,
     ) -> None:
-        self.num_taken = self.num_lost = 0
+        self.num_taken = self.num_lost = self.num_spared = 0
         self._outbox = outbox
         self._engine = engine
         self._fingerprint = fingerprint
@@ -73,6 +79,8 @@ class DecodeWorker:
         self._spans = spans
         # Blocks that are kept for each request, until the engine has it.
         self._reserved: dict[str, int] = {}
+        # Blocks of its context that are not pulled.
+        self._held: dict[str, list[int]] = {}
         self._pulls: dict[str, _Pull] = {}
 
     @property
@@ -111,7 +119,13 @@ class DecodeWorker:
             return  # A duplicate.
         self._spans.enter(message.request, request_spans.HAND_OFF, holder=str(message.ref.holder))
         self._outbox.connect(message.ref.holder, message.address)
-        self._pulls[request_id] = _Pull(source, message.request, message.ref)
+        held = self._held[request_id] = self._engine.hold_present(message.request)
+        if request_id in self._reserved:
+            self._reserved[request_id] -= len(held)
+        self.num_spared += len(held)
+        num_held = len(held)
+        pull = _Pull(source, message.request, message.ref, num_held, num_held)
+        self._pulls[request_id] = pull
         self._ask(request_id)
 
     def on_blocks(self, message: messages.Blocks) -> Arrived | None:
@@ -134,9 +148,8 @@ class DecodeWorker:
         self._outbox.send(pull.ref.holder, messages.HandOffDone(pull.ref))
         self._outbox.send(pull.source, messages.HandedOver(request_id))
         whole = tuple(np.concatenate(group) for group in zip(*pull.parts, strict=True))
-        return Arrived(
-            pull.source, pull.request, HandedContext(pull.ref.num_tokens, whole, states[0])
-        )
+        context = HandedContext(pull.ref.num_tokens, whole, states[0], pull.num_held)
+        return Arrived(pull.source, pull.request, context)
 
     def on_refused(self, message: messages.BlocksRefused) -> None:
         """A reference is not served."""
@@ -160,14 +173,15 @@ class DecodeWorker:
 
     def forget(self, request_id: str) -> None:
         """The engine has this request, or nobody wants it any more: no room is kept for it."""
-        self._reserved.pop(request_id, None)
+        self._give_back(request_id)
         pull = self._pulls.pop(request_id, None)
         if pull is not None:
             self._outbox.send(pull.ref.holder, messages.HandOffDone(pull.ref))
 
     def reset(self) -> None:
         """Everything is dropped."""
-        self._reserved.clear()
+        for request_id in [*self._reserved, *self._held]:
+            self._give_back(request_id)
         self._pulls.clear()
 
     def _ask(self, request_id: str) -> None:
@@ -182,7 +196,12 @@ class DecodeWorker:
 
     def _lose(self, request_id: str, detail: str) -> None:
         pull = self._pulls.pop(request_id)
-        self._reserved.pop(request_id, None)
+        self._give_back(request_id)
         self.num_lost += 1
         self._spans.end(request_id, detail)
         self._outbox.send(pull.source, messages.HandOffLost(request_id, detail))
+
+    def _give_back(self, request_id: str) -> None:
+        """Room is kept for this request no longer."""
+        self._reserved.pop(request_id, None)
+        self._engine.hand_offs.release(self._held.pop(request_id, []))

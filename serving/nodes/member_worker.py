@@ -114,6 +114,7 @@ class MemberWorker(MeshWorker):
             num_given=prefill.num_given,
             num_taken=decode.num_taken,
             num_lost=prefill.num_lost + decode.num_lost,
+            num_spared_blocks=decode.num_spared,
             refused=dict(prefill.refused),
         )
         offload = None if self._offload is None else self._offload.status()

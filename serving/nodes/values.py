@@ -56,6 +56,7 @@ class HandOffCounts:
 
     `num_held` contexts wait to be pulled, `num_reserved` places are kept for requests to come,
     `num_pulling` contexts are on their way here, and `num_ready` are here and wait for room.
+    `num_spared_blocks` of contexts were here already and were not pulled.
     `refused` counts references by why they were refused.
     """
 
@@ -66,6 +67,7 @@ class HandOffCounts:
     num_given: int = 0
     num_taken: int = 0
     num_lost: int = 0
+    num_spared_blocks: int = 0
     refused: dict[str, int] = field(default_factory=dict[str, int])
 
 

@@ -24,6 +24,7 @@ from serving.nodes.messages import Message
 from serving.nodes.node import NodeId
 from serving.transport.codec import Codec, Parcel, WireError
 from serving.transport.in_process import Deliver
+from serving.transport.shared_frames import SharedFrames
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class ZeroMQNetwork:
             `tcp://127.0.0.1:0`; `address` holds the port that was found.
         key: what the others must have, too; None listens to everybody.
         deliver: called with (source, destination, message) for what comes in.
+        shared: the way of large frames to processes of the same machine, which are those with
+            `ipc://` addresses; None sends all of them over sockets.
 
     Use as an async context manager.
 
@@ -66,12 +69,18 @@ class ZeroMQNetwork:
     """
 
     def __init__(
-        self, address: str, key: ClusterKey | None, deliver: Deliver, queue_max: int = QUEUE_MAX
+        self,
+        address: str,
+        key: ClusterKey | None,
+        deliver: Deliver,
+        queue_max: int = QUEUE_MAX,
+        shared: SharedFrames | None = None,
     ) -> None:
         self.num_malformed = self.num_undelivered = 0
         self._key = key
         self._deliver = deliver
         self._queue_max = queue_max
+        self._shared = shared
         self._codec = Codec()
         self._context = zmq.asyncio.Context()
         # Lines are written to without waiting, which needs no event loop.
@@ -116,6 +125,8 @@ class ZeroMQNetwork:
         self._lines.clear()
         if self._doorkeeper is not None:
             self._doorkeeper.close()
+        if self._shared is not None:
+            self._shared.close()
         self._context.term()
 
     def connect(self, node_id: NodeId, address: str) -> None:
@@ -135,6 +146,8 @@ class ZeroMQNetwork:
         address = self._addresses.get(destination)
         if address is not None:
             frames = self._codec.encode(Parcel(source, self.address, destination, message))
+            if self._shared is not None and address.startswith("ipc://"):
+                frames = self._shared.put(frames)
             # Frames may be views of arrays that nobody writes to.
             with contextlib.suppress(zmq.Again):
                 self._line(address).send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -165,7 +178,9 @@ class ZeroMQNetwork:
             frames = await self._socket.recv_multipart(copy=False)
             try:
                 # The first frame is the line that it came on.
-                parcel = self._codec.decode([frame.buffer for frame in frames[1:]])
+                buffers = [frame.buffer for frame in frames[1:]]
+                taken = buffers if self._shared is None else self._shared.take(buffers)
+                parcel = self._codec.decode(taken)
             except WireError as error:
                 self.num_malformed += 1
                 _log.warning("a message that is none: %s", error)

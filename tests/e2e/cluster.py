@@ -35,7 +35,7 @@ drain_s = 20
 max_context = 1024
 num_blocks = 41
 prefill_tokens = [64]
-decode_rows = [4]
+decode_rows = [2]
 [kv]
 storage = "erasure"
 host_bytes = 1048576
@@ -126,6 +126,14 @@ class Cluster:
         overview = self.overview()
         nodes = [*overview.get("nodes", []), *overview.get("tier_nodes", [])]
         return next((node for node in nodes if node["node"] == name), {})
+
+    def slow_down(self, name: str, seconds: float) -> None:
+        """From now on parts of contexts that a worker sends arrive so much later; 0: at once."""
+        path = self._folder / f"slow-{name}"
+        if seconds:
+            path.write_text(str(seconds))
+        else:
+            path.unlink(missing_ok=True)
 
     def ask_cache(self, what: str) -> dict[str, float | int]:
         """Ask the cache process of all workers; nothing while it does not answer."""

@@ -8,9 +8,12 @@ import argparse
 import asyncio
 import sys
 import threading
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import serving.__main__ as command_line
+from serving import node_process
 from serving.cluster import ModelFacts, plan_capacity
 from serving.code_version import code_version
 from serving.config import CACHE_NAME, ROUTER_NAME, TIER_ROLES, ServingConfig, load_config
@@ -20,8 +23,10 @@ from serving.core.step_plan import StepResult
 from serving.kv.store import PayloadForm, layout_id
 from serving.kv_commands import cache_link
 from serving.node_process import WorkerParts, run_worker
+from serving.nodes.messages import Blocks, Message
 from serving.nodes.values import NodeId
 from serving.supervisor import meeting_place, run_cluster
+from serving.transport.zeromq import ZeroMQNetwork
 from sharding.config_file import override_from_text
 from tests.serving.engine.simulated_device import ROLLBACK_MAX, SimulatedDevice
 
@@ -49,6 +54,18 @@ class SlowDevice(SimulatedDevice):
     def collect(self) -> StepResult:
         self._sleep.wait(STEP_S)
         return super().collect()
+
+
+class SlowNetwork(ZeroMQNetwork):
+    """Parts of contexts leave later by the seconds that a file beside the socket says."""
+
+    def send(self, source: NodeId, destination: NodeId, message: Message) -> bool:
+        slow = Path(self.address.removeprefix("ipc://")).with_name(f"slow-{source.name}")
+        if isinstance(message, Blocks) and slow.exists():
+            send = partial(super().send, source, destination, message)
+            asyncio.get_running_loop().call_later(float(slow.read_text()), send)
+            return True
+        return super().send(source, destination, message)
 
 
 def make_device(config: ServingConfig) -> SlowDevice:
@@ -83,6 +100,7 @@ def main(arguments: list[str]) -> int:
             flags = ["--config", options.config, *changed]
             return asyncio.run(run_cluster(config, flags, _say, NODE_COMMAND))
     version = options.code_version or code_version()
+    node_process.ZeroMQNetwork = SlowNetwork
     parent = int(options.parent) if options.parent else None
     node_id = NodeId(options.role, options.name)
     with cache_link(config.kv, config.cluster, FACTS.kv_form, None, _say) as link:

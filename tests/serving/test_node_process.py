@@ -85,11 +85,17 @@ async def wait_for(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_workers_join_serve_and_leave(path: Path) -> None:
+@pytest.mark.parametrize("way", ["auto", "sockets"])
+def test_workers_join_serve_and_leave(path: Path, way: str) -> None:
+    memory = path.parent / "memory"
+    memory.mkdir()
+    before_ns = memory.stat().st_mtime_ns
+    text = path.read_text().replace("[cluster]", f'[cluster]\ncontext_transfer = "{way}"')
+    path.write_text(f'{text}\n[kv]\nmemory_directory = "{memory}"\n')
     config = load_config(path)
     nodes = [start(path, "prefill", "p"), start(path, "decode", "d")]
     request = Request(
-        "a", tuple(prompt_of(300)), SamplingParams(40, temperature=0, seed=1, ignore_eos=True)
+        "a", tuple(prompt_of(460)), SamplingParams(40, temperature=0, seed=1, ignore_eos=True)
     )
 
     async def run() -> None:
@@ -116,6 +122,9 @@ def test_workers_join_serve_and_leave(path: Path) -> None:
         outputs = [node.communicate(timeout=20) for node in nodes]
         assert [node.returncode for node in nodes] == [0, 0]
         assert all("node ready" in out and not error for out, error in outputs), outputs
+        # The context has passed through the folder, and nothing of it is there.
+        assert (memory.stat().st_mtime_ns > before_ns) == (way == "auto")
+        assert list(memory.iterdir()) == []
     finally:
         for node in nodes:
             node.kill()

@@ -130,6 +130,33 @@ def test_blocks_that_are_there_are_shared_and_others_are_named() -> None:
     other.check_empty()
 
 
+def test_blocks_that_are_held_need_not_come() -> None:
+    one, other = Side(), Side()
+    first = make_request("a", prompt_of(18), max_tokens=3)
+    delta, context = one.prefill(first)
+    assert other.adopt(taken_over(first, delta), context)
+    other.run()
+    for name, length, num_there in (("b", 22, 4), ("c", 20, 5), ("d", 3, 0)):
+        prompt = prompt_of(18) + prompt_of(length, 3)[18:] if length > 18 else prompt_of(3, 8)
+        request = make_request(name, prompt)
+        delta, whole = one.prefill(request)
+        taken = taken_over(request, delta)
+        held = other.engine.hold_present(taken)
+        assert len(held) == num_there
+        # Others may want the memory meanwhile; what is held stays.
+        for salt in range(4, 7):
+            other.engine.admit(make_request(f"{name}{salt}", prompt_of(30, salt)))
+        other.run()
+        groups = tuple(group[num_there:] for group in whole.groups)
+        rest = HandedContext(whole.num_tokens, groups, whole.state, num_there)
+        assert other.adopt(taken, rest)
+        other.engine.hand_offs.release(held)
+        other.run()
+        expected = expected_tokens(request, 3, CONTEXT_MAX)
+        assert list(delta.token_ids) + other.tokens[name] == expected
+    other.check_empty()
+
+
 def test_without_room_nothing_changes() -> None:
     one, other = Side(), Side(num_blocks=17)
     other.engine.admit(make_request("large", prompt_of(40), max_tokens=20))

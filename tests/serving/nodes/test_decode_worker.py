@@ -107,3 +107,30 @@ def test_several_parts_fail_as_one(how: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [m.detail for m in lost] == [f"{holder} {said[how]}" for _ in range(how != "twice")]
     fleet.run(4)
     fleet.check_at_rest()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_only_blocks_that_are_lacking_are_pulled(is_lost: bool) -> None:
+    fleet = Fleet(1, 1)
+    (at,) = fleet.decode
+    fleet.submit("a", 34)
+    fleet.run(5, until=lambda: "a" in fleet.ended)
+    parts: list[messages.Blocks] = []
+
+    def lose(_source: NodeId, _destination: NodeId, message: object) -> bool:
+        if isinstance(message, messages.Blocks):
+            parts.append(message)
+        return is_lost and len(parts) == 1 and message is parts[0]
+
+    fleet.lose = lose
+    request = fleet.submit("b", 39)
+    fleet.run(9, until=lambda: "b" in fleet.ended)
+    assert fleet.tokens["b"] == expected_tokens(request, 3, CONTEXT_MAX)
+    # Eight of ten blocks of four tokens were there.
+    assert [part.first for part in parts] == [8] * (1 + is_lost)
+    assert {len(part.part.groups[0]) for part in parts} == {2}
+    fleet.run(4)
+    fleet.check_at_rest()
+    member = next(m for m in fleet.router.registry.members("decode") if m.node_id == at)
+    assert member.status is not None
+    assert member.status.hand_offs.num_spared_blocks == 8 * (1 + is_lost)

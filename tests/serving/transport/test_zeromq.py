@@ -17,7 +17,8 @@ from serving.core.kv_transfer import KVRead
 from serving.kv.cluster_key import ClusterKey
 from serving.nodes import messages
 from serving.nodes.values import HandOffRef, NodeId
-from serving.transport.driver import Driver
+from serving.transport.driver import Driver, SystemClock
+from serving.transport.shared_frames import SharedFrames
 from serving.transport.zeromq import ZeroMQNetwork
 from tests.serving.transport.test_driver import Recorder
 
@@ -28,9 +29,16 @@ KEY = ClusterKey(b"k" * 32)
 class End:
     """A network that keeps what comes."""
 
-    def __init__(self, address: str, key: ClusterKey | None = KEY, queue_max: int = 100) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: ClusterKey | None = KEY,
+        queue_max: int = 100,
+        shared: Path | None = None,
+    ) -> None:
         self.got: list[Any] = []
-        self.network = ZeroMQNetwork(address, key, self._take, queue_max)
+        self.shared = None if shared is None else SharedFrames(shared, SystemClock())
+        self.network = ZeroMQNetwork(address, key, self._take, queue_max, self.shared)
 
     def _take(self, *parcel: Any) -> None:
         self.got.append(parcel)
@@ -63,6 +71,36 @@ def test_messages_come_in_order_and_are_answered(tmp_path: Path) -> None:
             assert a.network.send(A, B, blocks)
             await wait_for(lambda: len(b.got) == 51)
             np.testing.assert_array_equal(b.got[50][2].part.groups[0], part.groups[0])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_large_arrays_go_through_shared_memory_on_one_machine(tmp_path: Path, scheme: str) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    array = np.arange(10**6, dtype=np.uint8)[None]
+    blocks = messages.Blocks(HandOffRef(A, 1, 2, 3, 4), 0, KVRead(1, (array,), array[:, :3]))
+    to_b = f"ipc://{tmp_path}/b" if scheme == "ipc" else "tcp://127.0.0.1:0"
+
+    async def run() -> None:
+        a, b = End(f"ipc://{tmp_path}/a", shared=folder), End(to_b, shared=folder)
+        async with a.network, b.network:
+            a.network.connect(B, b.network.address)
+            for _ in range(2):
+                assert a.network.send(A, B, blocks) and a.network.send(A, B, abort(1))
+            await wait_for(lambda: len(b.got) == 4)
+            assert [type(m) for _, _, m in b.got] == [messages.Blocks, messages.Abort] * 2
+            np.testing.assert_array_equal(b.got[2][2].part.groups[0], array)
+            assert a.shared is not None and b.shared is not None
+            assert a.shared.num_put == b.shared.num_taken == 2 * (scheme == "ipc")
+            # One that is gone when it is wanted is a message lost.
+            if scheme == "ipc":
+                a.network.send(A, B, blocks)
+                for path in folder.iterdir():
+                    path.unlink()
+                await wait_for(lambda: b.network.num_malformed == 1 or len(b.got) == 5)
+        assert list(folder.iterdir()) == []
 
     asyncio.run(run())
 
