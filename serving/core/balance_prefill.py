@@ -52,11 +52,14 @@ class Prompt:
         num_cached: of them, in a stored prefix that any worker can fetch.
         keys: one per block of the context, each naming the prefix up to its end; for policies that
             look at where copies are. May be empty.
+        avoided: workers that have failed it; the policy of production takes them only if there are
+            no others.
     """
 
     num_tokens: int
     num_cached: int = 0
     keys: Sequence[Hashable] = ()
+    avoided: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,10 @@ class PrefillBalancer:
         scores = (self._class_load[which] + work_ms) * self._inverse_quotas[which]
         np.maximum(scores, done_ms, out=scores)
         np.minimum(scores, done_ms + self._handicaps, out=scores)
+        if prompt.avoided:
+            others = scores.copy()
+            others[list(prompt.avoided)] = np.inf
+            scores = scores if np.isinf(others).all() else others
         worker = int(scores.argmin())
         if scores[worker] == np.inf:
             raise NoWorkerError("no prefill worker is available; start one, or wait for one")

@@ -40,7 +40,7 @@ _SCAN_MAX = 64
 
 
 def start_waiting(
-    waiting: WaitingQueue, table: RunningTable, transfers: PrefixTransfers | None = None
+    waiting: WaitingQueue[Sequence], table: RunningTable, transfers: PrefixTransfers | None = None
 ) -> None:
     """Give rows to the waiting sequences that fit beside those already running.
 
@@ -81,7 +81,7 @@ def start_waiting(
     waiting.count_starts(started)
 
 
-def _make_room(waiting: WaitingQueue, table: RunningTable) -> None:
+def _make_room(waiting: WaitingQueue[Sequence], table: RunningTable) -> None:
     """Preempt what has a lower priority than the first in line, if that makes room for it.
 
     One that was promoted keeps its priority here: it goes first, but at nobody's cost.

@@ -82,6 +82,18 @@ def _nobody(transfer: KVTransfer | None) -> None:
     raise AssertionError("a prefix is staged, but nobody moves it")
 
 
+def prompt_keys(request: Request, limits: EngineLimits) -> tuple[PrefixKey, ...]:
+    """Keys of the prefixes of a prompt that leave a token to compute; none if none can serve.
+
+    The prompt has passed `admission.check_request`.
+    """
+    if request.sampling.prompt_logprobs is not None or not limits.num_snapshots:
+        return ()
+    tokens = np.array(request.prompt_token_ids[:-1], np.int32)
+    root = root_key(limits.prefix_fingerprint, request.cache_salt)
+    return tuple(prefix_keys(root, tokens, limits.block_size, request.images))
+
+
 class PrefixTransfers:
     """Moves prefixes into and out of the pools of a table.
 
@@ -115,15 +127,8 @@ class PrefixTransfers:
         return [(s.request.cache_salt, tuple(s.keys(count, size))) for s, count in kept]
 
     def keys_of(self, request: Request) -> tuple[PrefixKey, ...]:
-        """Keys of the prefixes of a prompt that leave a token to compute; none if none can serve.
-
-        The prompt has passed `admission.check_request`.
-        """
-        if request.sampling.prompt_logprobs is not None or not self._limits.num_snapshots:
-            return ()
-        tokens = np.array(request.prompt_token_ids[:-1], np.int32)
-        root = root_key(self._limits.prefix_fingerprint, request.cache_salt)
-        return tuple(prefix_keys(root, tokens, self._limits.block_size, request.images))
+        """Keys of the prefixes of a prompt that may be cached, as `prompt_keys` has them."""
+        return prompt_keys(request, self._limits)
 
     @property
     def needs_states(self) -> bool:

@@ -116,7 +116,7 @@ class Engine:
         self._snapshots = SnapshotCopies(self._table)
         self.transfers = PrefixTransfers(self._table, limits)
         self.hand_offs = HandOffs(self._table, self.transfers.next_id)
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue[Sequence]()
         self._forks = ForkGroups()
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()

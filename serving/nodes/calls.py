@@ -3,11 +3,13 @@ the line of those that wait for room.
 """
 
 import enum
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from serving.core.request import Request
+from serving.core.prefix import PrefixKey
+from serving.core.request import PRIORITY_MAX, Request
+from serving.core.waiting_queue import WaitingQueue
 from serving.nodes.pools import Placement
 from serving.nodes.registry import Member
 from serving.nodes.values import NodeId
@@ -25,7 +27,11 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request under way. `since_ns` is when its phase began."""
+    """A request under way. `since_ns` is when its phase began.
+
+    `sequence_id` is its number, in the order of admission; `keys` are those of its prompt's blocks
+    that may be cached; `avoided` names prefill workers whose contexts could not be had.
+    """
 
     request: Request
     frontend: NodeId
@@ -37,6 +43,20 @@ class Call:
     num_cached: int | None = None
     placement: Placement | None = None
     last_fault: str = ""
+    sequence_id: int = 0
+    is_promoted: bool = False
+    keys: tuple[PrefixKey, ...] = ()
+    avoided: set[NodeId] = field(default_factory=set[NodeId])
+
+    @property
+    def urgency(self) -> int:
+        """Its priority, or less than any if it was outranked for too long."""
+        return -PRIORITY_MAX - 1 if self.is_promoted else self.request.priority
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it was in line again: it goes before those of its priority that were not."""
+        return self.attempt
 
     @property
     def attempt_id(self) -> str:
@@ -77,7 +97,8 @@ class Calls:
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
         self._attempts: dict[str, Call] = {}
-        self._waiting: deque[Call] = deque()
+        self._waiting = WaitingQueue[Call]()
+        self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -98,7 +119,7 @@ class Calls:
 
     def first(self) -> Call | None:
         """The next one in line."""
-        return self._waiting[0] if self._waiting else None
+        return next(iter(self._waiting), None)
 
     def phases(self) -> dict[str, int]:
         """How many requests are in each phase."""
@@ -113,24 +134,30 @@ class Calls:
         return self._attempts.get(attempt_id)
 
     def add(self, call: Call) -> None:
-        """A new request, at the end of the line."""
+        """A new request, at the end of the line of its priority."""
         self._calls[call.request.request_id] = call
-        self._waiting.append(call)
+        self._num_added += 1
+        call.sequence_id = self._num_added
+        self._waiting.add(call)
 
     def begin(self, call: Call) -> None:
         """An attempt begins: the request leaves the line."""
         self._waiting.remove(call)
         self._attempts[call.attempt_id] = call
 
+    def count_start(self, call: Call) -> None:
+        """An attempt has found room: those in line that are less urgent were outranked once."""
+        self._waiting.count_starts([call])
+
     def end_attempt(self, call: Call) -> None:
         """The current attempt, if there is one, is over."""
         self._attempts.pop(call.attempt_id, None)
 
     def requeue(self, call: Call, now_ns: int) -> None:
-        """The next attempt goes before all others, having waited longest."""
+        """The next attempt goes before all others of its priority, having waited longest."""
         call.attempt += 1
         call.enter(Phase.WAITING, now_ns)
-        self._waiting.appendleft(call)
+        self._waiting.add(call)
 
     def remove(self, call: Call) -> None:
         """The request is over."""

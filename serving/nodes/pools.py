@@ -5,6 +5,7 @@ Joins the members that there are (`registry.py`) with the policies that choose a
 chosen, though what it has it may finish.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from serving.core.balance_decode import DecodeBalancer, DecodeDispatch
@@ -77,8 +78,20 @@ class WorkerPools:
         if self._is_usable.pop(member.node_id, False):
             self._policy(member).set_available(member.place, False)
 
-    def place(self, num_tokens: int) -> Placement | None:
-        """Counts a request of so many tokens at two workers, now; None if there is no room."""
+    @property
+    def has_tiers(self) -> bool:
+        """Whether a prefill worker finds what others have computed."""
+        members = self._registry.members(PREFILL)
+        return any(m.status is not None and m.status.offload is not None for m in members)
+
+    def place(
+        self, num_tokens: int, num_cached: int = 0, avoided: Collection[NodeId] = ()
+    ) -> Placement | None:
+        """Counts a request of so many tokens at two workers, now; None if there is no room.
+
+        `num_cached` of the tokens need not be computed, and prefill workers that are `avoided` are
+        taken only if there are no others.
+        """
         if self._prefill is None or self._decode is None:
             return None
         try:
@@ -86,10 +99,14 @@ class WorkerPools:
         except NoWorkerError:
             return None
         decode = self._member_at(DECODE, room.worker)
-        if self._cost.chunk_ms(num_tokens, 0) <= self._local_prefill_ms:
+        num_cached = min(num_cached, num_tokens)
+        work_ms = self._cost.chunk_ms(num_tokens - num_cached, num_cached)
+        if work_ms <= self._local_prefill_ms:
             return Placement(None, None, decode, room)
         try:
-            work = self._prefill.choose(Prompt(num_tokens))
+            members = self._registry.members(PREFILL)
+            places = [member.place for member in members if member.node_id in avoided]
+            work = self._prefill.choose(Prompt(num_tokens, num_cached, avoided=places))
         except NoWorkerError:
             self._decode.finished(room)
             return None

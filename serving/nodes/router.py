@@ -27,6 +27,9 @@ from serving.clock import Clock, s_of_ns
 from serving.core.admission import check_request
 from serving.core.buckets import BucketTable, StepKind
 from serving.core.engine_status import total_status
+from serving.core.known_prefixes import KnownPrefixes
+from serving.core.prefix import PrefixKey
+from serving.core.prefix_transfer import prompt_keys
 from serving.core.profiling import ProfileProblem, ProfileRefusal
 from serving.core.request import Request, RequestError, TokenDelta
 from serving.nodes import messages, request_spans
@@ -43,6 +46,9 @@ RETRY = "retry"
 
 _RETRY_NS = 50_000_000
 """Time after which workers that had no room are asked again."""
+
+_KNOWN_MAX = 500_000
+"""Blocks of prompts that are remembered as computed: of 64 million tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,7 @@ class Router:
         self._random = random_source
         self.pools = WorkerPools(self.registry, options.local_prefill_ms)
         self._calls = Calls()
+        self._known = KnownPrefixes(_KNOWN_MAX)
         self._spans = RequestSpans(node_id, self.outbox, clock)
         # Set while those that said that they have no room are left alone.
         self._is_resting = False
@@ -191,7 +198,7 @@ class Router:
             sampling = replace(sampling, seed=self._random.getrandbits(63))
         # Samples of one prompt may go to different workers.
         request = replace(request, sampling=sampling, fork_group=None)
-        call = Call(request, source, self._clock.now_ns())
+        call = Call(request, source, self._clock.now_ns(), keys=self._keys_of(request))
         self._calls.add(call)
         self._spans.enter(request, request_spans.QUEUE)
         self.outbox.send(source, messages.Admitted(request_id))
@@ -232,8 +239,21 @@ class Router:
             if not self._start(call):
                 return
 
+    def _keys_of(self, request: Request) -> tuple[PrefixKey, ...]:
+        """Keys of the prefixes that a prefill worker might find, whoever has computed them."""
+        members = self.registry.members(DECODE)
+        if not members or not self.pools.has_tiers:
+            return ()
+        return prompt_keys(request, members[0].card.limits)
+
+    def _num_cached(self, call: Call) -> int:
+        """Tokens of a prompt that are probably stored."""
+        block_size = self.registry.members(DECODE)[0].card.limits.block_size if call.keys else 0
+        return self._known.num_usable(call.keys) * block_size
+
     def _start(self, call: Call) -> bool:
-        placement = call.placement = self.pools.place(call.num_tokens)
+        place = self.pools.place
+        placement = call.placement = place(call.num_tokens, self._num_cached(call), call.avoided)
         if placement is None:
             return False
         assert placement.decode is not None
@@ -267,6 +287,7 @@ class Router:
                 call.placement.prefill = None
                 self._enter(call, Phase.DECODING)
             case messages.HandOffLost(_, detail):
+                self._avoid_holder(call)
                 self._restart(call, detail)
             case messages.Failed(_, detail):
                 self._restart(call, f"{source}: {detail}")
@@ -279,6 +300,7 @@ class Router:
         placement = call.placement
         assert placement is not None and placement.decode is not None
         decode = placement.decode.node_id
+        self._calls.count_start(call)
         where = {member.node_id.role: str(member.node_id) for member in placement.members}
         self._spans.enter(call.request, request_spans.ATTEMPT, number=call.attempt, **where)
         if placement.prefill is None:
@@ -323,6 +345,7 @@ class Router:
             call.tokens.extend(delta.token_ids)
             if call.num_cached is None:
                 call.num_cached = delta.num_cached_tokens
+                self._known.add(call.keys)
             told = structs.replace(
                 delta,
                 request_id=call.request.request_id,
@@ -364,6 +387,11 @@ class Router:
         self._leave_workers(call)
         self._calls.requeue(call, self._clock.now_ns())
         self._spans.enter(call.request, request_spans.QUEUE)
+
+    def _avoid_holder(self, call: Call) -> None:
+        """A context could not be had from a prefill worker: the next attempt prefers others."""
+        if call.placement is not None and call.placement.prefill is not None:
+            call.avoided.add(call.placement.prefill.node_id)
 
     def _restart(self, call: Call, detail: str) -> None:
         """The attempt has failed by no fault of the request."""
@@ -422,6 +450,8 @@ class Router:
         for call in self._calls:
             is_waiting_for_answer = call.phase in (Phase.RESERVING, Phase.PULLING)
             if is_waiting_for_answer and now_ns - call.since_ns >= self._options.answer_ns:
+                if call.phase is Phase.PULLING:
+                    self._avoid_holder(call)
                 self._restart(call, f"no answer while {call.phase.value}")
         self._give_up_stranded(now_ns)
 

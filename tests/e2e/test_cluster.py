@@ -154,7 +154,7 @@ def test_prefill_workers_lost_while_contexts_are_on_their_way(cluster: Cluster) 
 
 @pytest.mark.parametrize("seconds", [0.7, 30.0])
 def test_slow_links(cluster: Cluster, seconds: float) -> None:
-    """One that is slow is waited for; what comes too late is computed by another worker."""
+    """One that is slow is waited for; what comes too late, another worker computes again."""
     before = cluster.overview()["num_restarted"]
     cluster.slow_down("p0", seconds)
     try:

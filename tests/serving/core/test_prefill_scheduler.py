@@ -44,8 +44,8 @@ def make_table(lengths: list[int], num_blocks: int = 257, num_slots: int = 17) -
     return table
 
 
-def make_queue(*sequences: Sequence) -> WaitingQueue:
-    queue = WaitingQueue()
+def make_queue(*sequences: Sequence) -> WaitingQueue[Sequence]:
+    queue = WaitingQueue[Sequence]()
     for sequence in sequences:
         queue.add(sequence)
     return queue

@@ -16,14 +16,14 @@ def waiting(sequence_id: int, priority: int = 0, num_preemptions: int = 0) -> Se
     return sequence
 
 
-def queue_of(*sequences: Sequence) -> WaitingQueue:
-    queue = WaitingQueue()
+def queue_of(*sequences: Sequence) -> WaitingQueue[Sequence]:
+    queue = WaitingQueue[Sequence]()
     for sequence in sequences:
         queue.add(sequence)
     return queue
 
 
-def ids(queue: WaitingQueue) -> list[int]:
+def ids(queue: WaitingQueue[Sequence]) -> list[int]:
     return [sequence.sequence_id for sequence in queue]
 
 

@@ -5,12 +5,14 @@ Method: requests are added, begun, put back and removed, and the table is looked
 """
 
 from serving.core.request import Request, SamplingParams
+from serving.core.waiting_queue import OUTRANKED_MAX
 from serving.nodes.calls import Call, Calls, Phase
 from serving.nodes.values import NodeId
 
 
-def call_of(name: str) -> Call:
-    return Call(Request(name, (1, 2, 3), SamplingParams()), NodeId("frontend", "0"), 0)
+def call_of(name: str, priority: int = 0) -> Call:
+    request = Request(name, (1, 2, 3), SamplingParams(), priority=priority)
+    return Call(request, NodeId("frontend", "0"), 0)
 
 
 def names(calls: Calls) -> list[str]:
@@ -58,3 +60,24 @@ def test_one_that_is_under_way_is_not_in_line_when_it_ends() -> None:
     calls.end_attempt(call)
     calls.remove(call)
     assert names(calls) == ["b"] and list(calls) == [other]
+
+
+def test_the_line_goes_by_priority_and_nobody_is_outranked_for_ever() -> None:
+    calls = Calls()
+    for name, priority in (("a", 0), ("low", 5), ("b", 0), ("high", -1)):
+        calls.add(call_of(name, priority))
+    assert names(calls) == ["high", "a", "b", "low"]
+    # One that was tried goes before its equals, and not before others.
+    again = calls.get("b")
+    assert again is not None
+    calls.begin(again)
+    calls.end_attempt(again)
+    calls.requeue(again, 1)
+    assert names(calls) == ["high", "b", "a", "low"]
+    for number in range(OUTRANKED_MAX):
+        assert names(calls)[-1] == "low"
+        urgent = call_of(f"u{number}", -2)
+        calls.add(urgent)
+        calls.begin(urgent)
+        calls.count_start(urgent)
+    assert "low" in names(calls)[:3] and names(calls)[-1] != "low"

@@ -3,18 +3,21 @@
 Method: pools over a registry whose members come and go. Policies have tests of their own.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
+from serving.kv.offload import OffloadStatus
 from serving.nodes.pools import Placement, WorkerPools
 from serving.nodes.registry import Member, Registry
 from serving.nodes.values import NodeId
 from tests.serving.nodes.test_registry import CARD, D0, P0, P1, STATUS
 
+OFFLOAD = OffloadStatus(*(False for _ in fields(OffloadStatus)))
+
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, local_prefill_ms: float = 0.0) -> None:
         self.registry = Registry("1", 100, 8)
-        self.pools = WorkerPools(self.registry)
+        self.pools = WorkerPools(self.registry, local_prefill_ms)
 
     def add(self, node_id: NodeId, generation: int = 1) -> Member:
         member = self.registry.join(node_id, generation, CARD, 0)
@@ -55,6 +58,49 @@ def test_requests_are_counted_where_they_are() -> None:
         rig.pools.finish(placement)
         rig.pools.finish(placement)
     assert rig.pools.loads(decode) == {"requests": 0, "context_tokens": 0}
+
+
+def test_cached_tokens_are_no_work() -> None:
+    rig = Rig()
+    prefill, _ = rig.add(P0), rig.add(D0)
+    assert rig.pools.place(10, 8) is not None
+    assert rig.pools.loads(prefill) == {"work_ms": 2.0}
+    # More than there are, after a request has gone on without its cache.
+    assert rig.pools.place(10, 12) is not None
+    assert rig.pools.loads(prefill) == {"work_ms": 2.0}
+
+
+def test_mostly_cached_prompts_are_computed_where_they_decode() -> None:
+    rig = Rig(local_prefill_ms=3.0)
+    rig.add(P0)
+    decode = rig.add(D0)
+    for num_cached, is_local in ((0, False), (6, False), (7, True)):
+        placement = rig.pools.place(10, num_cached)
+        assert placement is not None
+        assert (placement.members == [decode]) == is_local
+
+
+def test_workers_that_are_avoided_are_taken_if_there_are_no_others() -> None:
+    rig = Rig()
+    first, second = rig.add(P0), rig.add(P1)
+    rig.add(D0)
+    for _ in range(3):
+        placement = rig.pools.place(10, avoided={P0})
+        assert placement is not None and placement.prefill is second
+    assert rig.pools.loads(first) == {"work_ms": 0.0}
+    assert rig.pools.loads(second) == {"work_ms": 30.0}
+    placement = rig.pools.place(10, avoided={P0, P1})
+    assert placement is not None and placement.prefill is first
+    assert rig.pools.loads(first) == {"work_ms": 10.0}
+
+
+def test_tiers_are_there_if_a_prefill_worker_has_them() -> None:
+    rig = Rig()
+    rig.add(D0).status = replace(STATUS, offload=OFFLOAD)
+    rig.add(P0)
+    assert not rig.pools.has_tiers
+    rig.add(P1).status = replace(STATUS, offload=OFFLOAD)
+    assert rig.pools.has_tiers
 
 
 def test_one_that_fails_leaves_or_is_gone_is_not_chosen() -> None:

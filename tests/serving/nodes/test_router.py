@@ -12,6 +12,8 @@ import pytest
 from serving.core.request import FinishReason
 from serving.nodes import messages
 from serving.nodes.messages import RefusalReason
+from serving.nodes.pools import WorkerPools
+from serving.nodes.registry import Member
 from serving.nodes.values import NodeId
 from tests.serving.engine.simulated_device import expected_tokens
 from tests.serving.nodes.fleet import FRONTEND, OPTIONS, ROUTER, Fleet
@@ -300,3 +302,47 @@ def test_one_that_is_lost_there_goes_on_elsewhere(how: str) -> None:
     fleet.run(3)
     assert fleet.tokens["a"] == expected_tokens(request, 3, CONTEXT_MAX)
     fleet.check_at_rest()
+
+
+def test_a_worker_whose_contexts_cannot_be_had_is_avoided() -> None:
+    fleet = Fleet()
+    first = fleet.prefill[0]
+    fleet.lose = lambda source, _, message: isinstance(message, messages.Blocks) and source == first
+    requests = [fleet.submit(name, 20, salt) for salt, name in enumerate("abc")]
+    fleet.run(20, until=lambda: is_over(fleet, *"abc"))
+    for request in requests:
+        assert fleet.tokens[request.request_id] == expected_tokens(request, 3, CONTEXT_MAX)
+    # One failure each at most.
+    assert 1 <= fleet.router.num_restarted <= 3
+
+
+def test_urgent_requests_pass_others_that_wait() -> None:
+    fleet = Fleet(1, 1)
+    for number in range(12):
+        fleet.submit(f"r{number}", 10, number)
+    urgent = replace(fleet.submit("x", 10), request_id="urgent", priority=-1)
+    fleet.give(FRONTEND, ROUTER, messages.Submit(urgent))
+    fleet.run(20, until=lambda: is_over(fleet, "urgent"))
+    assert not is_over(fleet, "r11") and not is_over(fleet, "x")
+    fleet.run(20, until=lambda: is_over(fleet, "x", *(f"r{n}" for n in range(12))))
+    fleet.run(3)
+    fleet.check_at_rest()
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_prompts_that_were_computed_count_as_cached(
+    has_tiers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerPools, "has_tiers", has_tiers)
+    fleet = Fleet(1, 1)
+    works: list[float] = []
+    for name, salt in (("a", 1), ("b", 1), ("c", 2)):
+        fleet.submit(name, 21, salt)
+        works.append(sum(fleet.router.pools.loads(m)["work_ms"] for m in members_of(fleet)))
+        fleet.run(5, until=lambda name=name: is_over(fleet, name))
+    # Five blocks of four tokens.
+    assert works == [21, 1 if has_tiers else 21, 21]
+
+
+def members_of(fleet: Fleet) -> list[Member]:
+    return fleet.router.registry.members("prefill")

@@ -3,6 +3,7 @@ what is none of it is refused. Method: two ends over one folder, with a clock of
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from tests.serving.kv.test_whereabouts import StillClock
 LARGE = np.arange(2 * MIN_BYTES, dtype=np.uint32)
 
 
-def views(frames: "list[Frame] | tuple[Frame, ...]") -> list[memoryview]:
+def views(frames: Sequence[Frame]) -> list[memoryview]:
     """What a socket would give."""
     return [memoryview(bytes(frame)) for frame in frames]
 
