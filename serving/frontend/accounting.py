@@ -164,8 +164,9 @@ class Account:
         now_ns = self._accounting.clock.now_ns()
         if self._first_token_ns is None:
             self._first_token_ns = now_ns
-        if not self.requests[update.index].sample_index:
-            self._cached[update.index] = update.num_cached_tokens
+        index = update.index
+        if index not in self._cached and not self.requests[index].sample_index:
+            self._cached[index] = update.num_cached_tokens
         if update.finish_reason is not None:
             self._reasons[update.index] = update.finish_reason.value
         if now_ns - self._progress_ns >= _PROGRESS_NS and self._is_recorded:

@@ -45,6 +45,16 @@ class AnswerTokens:
         self._has_stops = has_stops
         self._thinking_end = thinking_end
 
+    def is_plain(self, update: Update) -> bool:
+        """Whether an update is tokens that are text, in one piece, and nothing else."""
+        return update.finish_reason is None and not self._has_stops and not update.logprobs
+
+    def take(self, update: Update) -> list[int]:
+        """The tokens of a plain update, which count as delivered."""
+        self.num_cached = update.num_cached_tokens
+        self._count(update.token_ids)
+        return update.token_ids
+
     def pieces(self, update: Update) -> Iterator[Piece]:
         """The visible tokens of an update, in one piece or, with stop strings, one by one.
 
@@ -83,6 +93,8 @@ def visible_tokens(update: Update, sampling: SamplingParams, eos: int | None) ->
 
 def chunks_of(processor: Any, tokens: AnswerTokens, update: Update) -> list[Any]:
     """What deepseek-recipe's stream `processor` makes of an update, which `tokens` counts."""
+    if tokens.is_plain(update):  # As most are.
+        return processor.push(recipe.InferenceChunk.tokens(tokens.take(update)))
     chunks: list[Any] = []
     for visible, entries in tokens.pieces(update):
         logprobs = [(entry.logprob, entry.top) for entry in entries]

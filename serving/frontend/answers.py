@@ -8,14 +8,13 @@ last byte goes out.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.frontend.accounting import Account
 from serving.frontend.errors import ApiError, internal_error
-from serving.frontend.gateway import Gateway, TokenStream
+from serving.frontend.gateway import Gateway, TokenStream, Update
 from serving.frontend.http_limits import SECURITY_HEADERS
 from serving.frontend.protocols import Call
 
@@ -46,6 +45,8 @@ class Answer(Response):
         self._gateway = gateway
         self._stream: TokenStream | None = None
         self._has_begun = False
+        # Numbers of the requests whose texts go on.
+        self._open = set(range(len(call.requests)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -86,8 +87,8 @@ class Answer(Response):
         call = self._call
         call.opening()
         try:
-            async for _ in self._events(stream, None):
-                pass
+            while self._open:
+                self._take(await stream.next())
         except ApiError as error:
             await self._account.fail(error, error.status)
             raise
@@ -112,12 +113,14 @@ class Answer(Response):
             opening = call.opening()
             if opening:
                 await write(opening)
-            end = b""
-            async for data, is_last in self._events(stream, KEEP_ALIVE_S):
-                if is_last:
-                    end = data + call.closing()
-                elif data:
-                    await write(data)
+            while True:
+                updates = await stream.next(KEEP_ALIVE_S)
+                end = self._take(updates) if updates else _KEEP_ALIVE
+                if not self._open:
+                    break
+                if end:
+                    await send({"type": "http.response.body", "body": end, "more_body": True})
+            end += call.closing()
             await self._account.end()
         except ApiError as error:
             end = call.failing(error)
@@ -134,24 +137,19 @@ class Answer(Response):
         own += SECURITY_HEADERS
         await send({"type": "http.response.start", "status": 200, "headers": headers + own})
 
-    async def _events(
-        self, stream: TokenStream, wait_s: float | None
-    ) -> AsyncIterator[tuple[bytes, bool]]:
-        """The events of each look at the stream, and whether they are the last of the call."""
-        call, account = self._call, self._account
-        num_open = len(call.requests)
-        while num_open:
-            updates = await stream.next(wait_s)
-            data = b"" if updates else _KEEP_ALIVE
-            for update in updates:
-                if call.is_over(update.index):
-                    continue
+    def _take(self, updates: list[Update]) -> bytes:
+        """The events of what happened since the last look at the stream."""
+        call, data = self._call, b""
+        for update in updates:
+            index = update.index
+            if index in self._open:
                 data += call.feed(update)
-                account.add(update)
-                if call.is_over(update.index):
-                    num_open -= 1
-                    stream.end(update.index)
-            yield data, not num_open
+                self._account.add(update)
+                if call.is_over(index):
+                    self._open.discard(index)
+                    assert self._stream is not None
+                    self._stream.end(index)
+        return data
 
 
 async def _end_cut_off(body: bytes, send: Send) -> None:

@@ -9,8 +9,10 @@ is bounded: a reader that falls too far behind is cut off and its requests are a
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from serving.clock import Clock, s_of_ns
 from serving.core.profiling import ProfileCapture, ProfileRefusal
@@ -29,18 +31,18 @@ TRACE_WRITING_S = 90.0
 """How long a worker may take for a trace after its last step."""
 
 
-@dataclass(slots=True)
-class Update:
+class Update(msgspec.Struct):
     """What happened to the call's request number `index` since the reader's last look.
 
-    `logprobs` are those of `token_ids`, if they were asked for.
+    `logprobs` are those of `token_ids`, if they were asked for. A struct because one is made for
+    nearly every token.
     """
 
     index: int
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    logprobs: list[TokenLogprob] = []  # noqa: RUF012 - each struct has a list of its own
 
 
 class TokenStream:
@@ -88,13 +90,13 @@ class TokenStream:
             ApiError: the requests ended by a fault of the service.
         """
         while not self._pending:
-            self._raise_error()
+            if self._error is not None:
+                raise self._error
             if not await self._wait(wait_s):
                 break
-        updates = list(self._pending.values())
-        self._pending.clear()
+        pending, self._pending = self._pending, {}
         self._num_pending_tokens = 0
-        return updates
+        return list(pending.values())
 
     def end(self, index: int) -> None:
         """The caller needs no more of request `index`, a stop string having ended its text."""
@@ -110,14 +112,16 @@ class TokenStream:
 
     def put(self, index: int, delta: TokenDelta, backlog_max: int) -> bool:
         """Adds a delta; False when the reader has fallen too far behind."""
-        update = self._pending.get(index)
+        token_ids, update = delta.token_ids, self._pending.get(index)
         if update is None:
-            update = self._pending[index] = Update(index, [])
-        update.token_ids.extend(delta.token_ids)
-        update.logprobs.extend(delta.logprobs)
+            update = self._pending[index] = Update(index, list(token_ids))
+        else:
+            update.token_ids.extend(token_ids)
+        if delta.logprobs:
+            update.logprobs.extend(delta.logprobs)
         update.finish_reason = delta.finish_reason
         update.num_cached_tokens = delta.num_cached_tokens
-        self._num_pending_tokens += len(delta.token_ids)
+        self._num_pending_tokens += len(token_ids)
         self._wake()
         return self._num_pending_tokens <= backlog_max
 

@@ -148,6 +148,13 @@ class _ChatSample:
         self.response = recipe.ChatCompletionResponse(call_id, model.name, created, 0, 0)
         generator = recipe.ChatCompletionRequest.chunk_generator(converted, call_id, model.name)
         self.processor = recipe.StreamProcessor(generator, options, model.codec.tokenizer)
+        self.is_over = False
+
+    def feed(self, update: Update) -> Sequence[Any]:
+        """The chunks that come of an update."""
+        chunks = chunks_of(self.processor, self.tokens, update)
+        self.is_over = self.processor.finished
+        return chunks
 
 
 class ChatCall:
@@ -219,13 +226,13 @@ class ChatCall:
     def feed(self, update: Update) -> bytes:
         """Parses the tokens of one update into chunks."""
         sample = self._samples[update.index]
-        if sample.processor.finished:
+        if sample.is_over:
             return b""
-        return self._take(update.index, chunks_of(sample.processor, sample.tokens, update))
+        return self._take(update.index, sample.feed(update))
 
     def is_over(self, index: int) -> bool:
         """Whether the text of a sample has ended."""
-        return self._samples[index].processor.finished
+        return self._samples[index].is_over
 
     def closing(self) -> bytes:
         """The chunk with the usage, where it is wanted, and the mark of the end."""
@@ -267,13 +274,17 @@ class ChatCall:
             for chunk in chunks:
                 sample.response.accumulate(chunk)
             return b""
+        if not chunks:
+            return b""
         texts = [chunk.to_json() for chunk in chunks]
         if index:
             texts = [_with_index(text, index) for text in texts]
-        if sample.processor.finished and texts:
+        if sample.is_over:
             texts[-1] = self._finish_chunk(sample, texts[-1])
         if self._continuous_usage:
             texts = [self._with_usage(text) for text in texts]
+        if len(texts) == 1:  # As most are.
+            return f"data: {texts[0]}\n\n".encode()
         return b"".join(event(text) for text in texts)
 
     def _finish_chunk(self, sample: _ChatSample, text: str) -> str:
@@ -284,7 +295,7 @@ class ChatCall:
         self._last_chunk = text
         chunk = msgspec.json.decode(text)
         sample.usage = chunk.get("usage") or {}
-        is_last = all(other.processor.finished for other in self._samples)
+        is_last = all(other.is_over for other in self._samples)
         chunk["usage"] = self._counted() if is_last and not self._includes_usage else None
         for choice in chunk["choices"]:
             choice["delta"] = {}
