@@ -195,6 +195,42 @@ def _index_topk(
     return args, sizes
 
 
+def _cache_append(
+    key: jax.Array, num_rows: int, width: int, form: Format, num_blocks: int, length: int
+) -> Arguments:
+    """Every place differs, and the first and the last are written. Of three rows one has nowhere
+    to go: block -1, or one past the end."""
+    keys = jax.random.split(key, 4)
+    pool = encode(jax.random.normal(keys[0], (num_blocks, length, width)), form)
+    size = 10.0 ** jax.random.randint(keys[1], (num_rows, 1), -6, 5)
+    values = (size * jax.random.normal(keys[2], (num_rows, width))).astype(jnp.bfloat16)
+    places = num_blocks * length
+    place = jax.random.permutation(keys[3], places - 2)[: max(num_rows - 2, 0)] + 1
+    place = jnp.concatenate([jnp.asarray([0, places - 1]), place])[:num_rows]
+    number = jnp.arange(num_rows)
+    nowhere = jnp.where(number % 2, -1, num_blocks)
+    outer = jnp.where(number % 3 == 2, nowhere, place // length)
+    return (pool, values, outer.astype(jnp.int32), (place % length).astype(jnp.int32)), {}
+
+
+def _sample_tokens(
+    key: jax.Array,
+    vocab_size: int,
+    settings: tuple[tuple[float, int, float], ...],
+    spread: float = 4.0,
+) -> Arguments:
+    """`settings`: temperature, top_k and top_p of each row. Logits are multiples of an eighth, so
+    many are equal."""
+    keys = jax.random.split(key, 2)
+    num_rows = len(settings)
+    logits = jnp.round(8 * spread * jax.random.normal(keys[0], (num_rows, vocab_size))) / 8
+    columns = [jnp.asarray([s[i] for s in settings]) for i in range(3)]
+    seed = jax.random.bits(keys[1], (num_rows, 2), jnp.uint32)
+    position = jnp.arange(num_rows, dtype=jnp.int32)
+    asked = (columns[0], columns[1].astype(jnp.int32), columns[2])
+    return (logits, *asked, seed, position), {}
+
+
 def _hyper_mix(key: jax.Array, num_tokens: int, width: int, has_output: bool = True) -> Arguments:
     keys = jax.random.split(key, 8)
     rows, num_streams = 24, 4
@@ -217,6 +253,8 @@ _BUILDERS: dict[str, Callable[..., Arguments]] = {
     "sparse_attention": _sparse_attention,
     "index_topk": _index_topk,
     "hyper_mix": _hyper_mix,
+    "cache_append": _cache_append,
+    "sample_tokens": _sample_tokens,
 }
 
 
@@ -226,8 +264,11 @@ _TOKEN_ARGUMENTS = {
     "sparse_attention": (0, 2, 3, 5),
     "index_topk": (0, 1, 4, 5, 6),
     "hyper_mix": (0, 1, 2, 3),
+    # The pool that comes back shows every row.
+    "cache_append": (),
+    "sample_tokens": (0, 1, 2, 3, 4, 5),
 }
-"""Which positional arguments have a row for each token."""
+"""Which positional arguments have a row for each token, if the result has one, too."""
 
 
 def _dense(
@@ -259,6 +300,19 @@ def _index(
     return Case("index_topk", name, tag, sizes | more)
 
 
+def _rows(name: str, tag: str, num_rows: int, form: Format, pool: tuple[int, int, int]) -> Case:
+    names = ("num_blocks", "length", "width")
+    sizes = {"num_rows": num_rows, "form": form, **dict(zip(names, pool, strict=True))}
+    return Case("cache_append", name, tag, sizes)
+
+
+def _draws(
+    name: str, tag: str, vocab_size: int, rows: list[tuple[float, int, float]], **more: Any
+) -> Case:
+    sizes = {"vocab_size": vocab_size, "settings": tuple(rows)}
+    return Case("sample_tokens", name, tag, sizes | more)
+
+
 _POOL = {"num_blocks": 8192, "entries_per_block": 64}
 _TINY, _REAL = (5, 2, 128, 64), (384, 6, 5120, 2304)
 
@@ -288,6 +342,24 @@ CASES: tuple[Case, ...] = (
     Case("hyper_mix", "no_tokens", "quick", {"num_tokens": 0, "width": 64}),
     Case("hyper_mix", "decode", "model", {"num_tokens": 64, "width": 5120}),
     Case("hyper_mix", "prefill", "model", {"num_tokens": 4096, "width": 5120}),
+    _rows("window", "quick", 9, FP8_32, (3, 7, 256)),
+    _rows("one_row", "quick", 1, FP8_32, (1, 1, 512)),
+    _rows("main_entries", "quick", 8, NVFP4_16, (2, 8, 512)),
+    _rows("index_keys", "quick", 21, MXFP4_32, (4, 8, 128)),
+    _rows("no_rows", "quick", 0, NVFP4_16, (2, 4, 512)),
+    # A pool of any size is written in place; a small one is quickly copied to be written again.
+    _rows("decode_window", "model", 64, FP8_32, (64, 134, 512)),
+    _rows("decode_entries", "model", 64, NVFP4_16, (64, 64, 512)),
+    _rows("prefill_entries", "model", 4096, NVFP4_16, (64, 128, 512)),
+    _rows("prefill_index_keys", "model", 4096, MXFP4_32, (64, 128, 128)),
+    _draws(
+        "each_filter", "quick", 256, [(0.0, 5, 0.5), (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 9, 0.6)]
+    ),
+    _draws("two_chunks", "quick", 2304, [(1.0, 0, 0.9)], spread=8.0),
+    _draws("more_than_listed", "quick", 256, [(9.0, 0, 0.95)], spread=0.25),
+    _draws("no_rows", "quick", 256, []),
+    _draws("decode", "model", 129280, [(1.0, 0, 0.95)] * 64),
+    _draws("greedy", "model", 129280, [(0.0, 0, 1.0)] * 64),
     _index("two_rows", "quick", [0, 100], 5, 128, 4, num_candidate_blocks=3),
     _index("inside_candidates", "quick", [77], 6, 128, 3, num_candidates=9),
     _index("ties_over_two_chunks", "quick", [4100], 5, 4160, 3, num_candidate_blocks=2),

@@ -74,3 +74,58 @@ def expect_distinct(name: str, *columns: jax.Array, where: Any = True) -> None:
 def format_name(array: ScaledArray | jax.Array) -> str:
     """How values are stored, for messages."""
     return array.format.name if isinstance(array, ScaledArray) else "unquantised"
+
+
+def expect_sampling(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+    **columns: jax.Array,
+) -> None:
+    """Raises `ValueError` unless logits and the settings of their rows have their shapes."""
+    expect(logits.ndim == 2, "logits", logits.shape, "[M, V]")
+    expect_rows(logits.shape[0], temperature, top_k, top_p, seed, **columns)
+
+
+def expect_rows(
+    num_rows: int,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+    **columns: jax.Array,
+) -> None:
+    """Raises `ValueError` unless each of the settings has one value for each row."""
+    expect(seed.shape == (num_rows, 2), "seed", seed.shape, f"[{num_rows}, 2]")
+    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **columns}
+    for name, column in columns.items():
+        expect(column.shape == (num_rows,), name, column.shape, f"[{num_rows}]")
+
+
+def expect_entries(
+    entries: ScaledArray | jax.Array, entry_index: jax.Array, num_tokens: int, width: int
+) -> None:
+    """Raises `ValueError` unless selected entries can be looked up in `entries`."""
+    fits = entries.ndim == 3 and entries.shape[-1] == width
+    expect(fits, "entries", entries.shape, f"[num_blocks, entries_per_block, {width}]")
+    fits = entry_index.ndim == 2 and entry_index.shape[0] == num_tokens
+    expect(fits, "entry_index", entry_index.shape, f"[{num_tokens}, K]")
+    expect_integers(entry_index=entry_index)
+    expect_range("entry_index", entry_index, -1, entries.shape[0] * entries.shape[1])
+
+
+def expect_streams(streams: jax.Array, output: jax.Array | None, weight: jax.Array) -> None:
+    """Raises `ValueError` unless streams, their weights and an output belong together."""
+    expect(streams.ndim == 3, "streams", streams.shape, "[T, S, D]")
+    num_tokens, num_streams, width = streams.shape
+    expect(
+        weight.shape == (num_tokens, num_streams),
+        "weights of the streams",
+        weight.shape,
+        f"[{num_tokens}, {num_streams}]",
+    )
+    if output is not None:
+        fits = output.shape == (num_tokens, width)
+        expect(fits, "output", output.shape, f"[{num_tokens}, {width}]")

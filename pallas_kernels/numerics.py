@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 
 TOLERANCE = {
+    # The very same bytes.
+    "cache_append": 0.0,
     # Sums of exact products in another order.
     "scaled_matmul": 2e-5,
     # The hidden rows may round to another FP8 value, or without quantisation to bfloat16.
@@ -13,6 +15,8 @@ TOLERANCE = {
     "hyper_mix": 4e-3,
     # The very same entries.
     "index_topk": 0.0,
+    # The very same tokens.
+    "sample_tokens": 0.0,
     # Probabilities are rounded to bfloat16.
     "sparse_attention": 4e-3,
 }

@@ -9,21 +9,26 @@ expected, before anything is computed.
 """
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.checks import (
     expect,
     expect_both,
     expect_distinct,
+    expect_entries,
     expect_integers,
     expect_range,
+    expect_rows,
+    expect_sampling,
+    expect_streams,
     format_name,
 )
 from pallas_kernels.history import TokenHistory
 from pallas_kernels.mix import Mix
+from pallas_kernels.mosaic import cache_append as _cache_append_sm90
 from pallas_kernels.mosaic import grouped_matmul as _grouped_matmul_sm90
 from pallas_kernels.mosaic import hyper_mix as _hyper_mix_sm90
 from pallas_kernels.mosaic import index_topk as _index_topk_sm90
+from pallas_kernels.mosaic import sample_tokens as _sample_tokens_sm90
 from pallas_kernels.mosaic import scaled_matmul as _scaled_matmul_sm90
 from pallas_kernels.mosaic import sparse_attention as _sparse_attention_sm90
 from pallas_kernels.reference import cache_append as _cache_append
@@ -141,7 +146,7 @@ def hyper_mix(
         fn: [S * (2 + S), S * D] float32.  scale: [3].  base: [S * (2 + S)].
         iterations: Sinkhorn rounds, the first included.  eps: added in pre and in Sinkhorn.
     """
-    _expect_streams(streams, output, pre)
+    expect_streams(streams, output, pre)
     _, num_streams, width = streams.shape
     rows = num_streams * (2 + num_streams)
     expect(fn.shape == (rows, num_streams * width), "fn", fn.shape, f"[{rows}, S * D]")
@@ -167,17 +172,24 @@ def hyper_mix(
 
 def hyper_finish(streams: jax.Array, output: jax.Array, mix: Mix) -> jax.Array:
     """Only the first half of `hyper_mix`: streams [T, S, D] after `output` [T, D] was added."""
-    _expect_streams(streams, output, mix.post)
+    expect_streams(streams, output, mix.post)
     return _hyper_mix.expand(streams, output, mix)
 
 
 def hyper_collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
     """Only the middle of `hyper_mix`: streams [T, S, D] summed with weights `pre` [T, S]."""
-    _expect_streams(streams, None, pre)
+    expect_streams(streams, None, pre)
     return _hyper_mix.collapse(streams, pre)
 
 
-def cache_append(pool: Packed, values: jax.Array, outer: jax.Array, inner: jax.Array) -> Packed:
+def cache_append(
+    pool: Packed,
+    values: jax.Array,
+    outer: jax.Array,
+    inner: jax.Array,
+    *,
+    implementation: Implementation = "auto",
+) -> Packed:
     """Write `values` [T, ...] to `pool[outer, inner]`, in the format of the pool.
 
     Args:
@@ -191,7 +203,16 @@ def cache_append(pool: Packed, values: jax.Array, outer: jax.Array, inner: jax.A
     expect_range("inner", inner, 0, pool.shape[1])
     is_written = (outer >= 0) & (outer < pool.shape[0])
     expect_distinct("place (outer, inner)", outer, inner, where=is_written)
-    return _cache_append.cache_append(pool, values, outer, inner)
+    return run(
+        "cache_append",
+        implementation,
+        {"sm90": _cache_append_sm90.cache_append},
+        _cache_append.cache_append,
+        pool,
+        values,
+        outer,
+        inner,
+    )
 
 
 def sparse_attention(
@@ -244,7 +265,7 @@ def sparse_attention(
     expect(sink.shape == (num_heads,), "sink", sink.shape, f"[{num_heads}]")
     expect_both("entry_index", entry_index, "entries", entries)
     if entries is not None and entry_index is not None:
-        _expect_entries(entries, entry_index, q.shape[0], width)
+        expect_entries(entries, entry_index, q.shape[0], width)
     expect_range("history.slot", history.slot, 0, ring.shape[0])
     return run(
         "sparse_attention",
@@ -334,16 +355,27 @@ def sample_tokens(
     top_p: jax.Array,
     seed: jax.Array,
     position: jax.Array,
+    *,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
-    """One token per row of `logits` [M, V] float32, [M] int32.
+    """One token per row of `logits` [M, V], [M] int32.
 
     Temperature 0 takes the largest logit (the lower id on a tie). Otherwise the `top_k` best (0:
     all) are kept, of these the smallest set whose mass reaches `top_p`, and one is drawn with a
     random number that depends on `seed` [M, 2] uint32 (high, low) and `position` [M] alone.
     """
-    _expect_sampling(logits, temperature, top_k, top_p, seed, position=position)
-    return _sample_tokens.sample_tokens(
-        logits.astype(jnp.float32), temperature, top_k, top_p, seed, position
+    expect_sampling(logits, temperature, top_k, top_p, seed, position=position)
+    return run(
+        "sample_tokens",
+        implementation,
+        {"sm90": _sample_tokens_sm90.sample_tokens},
+        _sample_tokens.sample_tokens,
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        position,
     )
 
 
@@ -355,6 +387,8 @@ def propose_tokens(
     seed: jax.Array,
     anchor: jax.Array,
     position: jax.Array,
+    *,
+    implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Draft tokens: `sample_tokens` with random numbers of their own.
 
@@ -365,9 +399,19 @@ def propose_tokens(
         [M] int32 tokens and [M] float32, with which probability each was drawn (1 at
         temperature 0).
     """
-    _expect_sampling(logits, temperature, top_k, top_p, seed, anchor=anchor, position=position)
-    return _sample_tokens.propose_tokens(
-        logits.astype(jnp.float32), temperature, top_k, top_p, seed, anchor, position
+    expect_sampling(logits, temperature, top_k, top_p, seed, anchor=anchor, position=position)
+    return run(
+        "propose_tokens",
+        implementation,
+        {"sm90": _sample_tokens_sm90.propose_tokens},
+        _sample_tokens.propose_tokens,
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        anchor,
+        position,
     )
 
 
@@ -385,6 +429,8 @@ def accept_tokens(
     top_p: jax.Array,
     seed: jax.Array,
     position: jax.Array,
+    *,
+    implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Which drafts of each row (sequence) are accepted, and the token that follows them.
 
@@ -422,68 +468,13 @@ def accept_tokens(
     fits = draft_logits.ndim == 3 and draft_logits.shape[1:] == (drafts_max, vocab_size)
     expect(fits, "draft_logits", draft_logits.shape, f"[S, {drafts_max}, {vocab_size}]")
     columns = {"first": first, "num_drafts": num_drafts, "slot": slot, "position": position}
-    _expect_rows(num_rows, temperature, top_k, top_p, seed, **columns)
-    return _sample_tokens.accept_tokens(
-        logits.astype(jnp.float32),
-        row,
-        first,
-        draft_tokens,
-        draft_probability,
-        num_drafts,
-        draft_logits,
-        slot,
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        position,
+    expect_rows(num_rows, temperature, top_k, top_p, seed, **columns)
+    operands = (logits, row, first, draft_tokens, draft_probability, num_drafts, draft_logits)
+    operands += (slot, temperature, top_k, top_p, seed, position)
+    return run(
+        "accept_tokens",
+        implementation,
+        {"sm90": _sample_tokens_sm90.accept_tokens},
+        _sample_tokens.accept_tokens,
+        *operands,
     )
-
-
-def _expect_sampling(
-    logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    seed: jax.Array,
-    **columns: jax.Array,
-) -> None:
-    expect(logits.ndim == 2, "logits", logits.shape, "[M, V]")
-    _expect_rows(logits.shape[0], temperature, top_k, top_p, seed, **columns)
-
-
-def _expect_rows(
-    num_rows: int,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    seed: jax.Array,
-    **columns: jax.Array,
-) -> None:
-    expect(seed.shape == (num_rows, 2), "seed", seed.shape, f"[{num_rows}, 2]")
-    columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **columns}
-    for name, column in columns.items():
-        expect(column.shape == (num_rows,), name, column.shape, f"[{num_rows}]")
-
-
-def _expect_entries(entries: Packed, entry_index: jax.Array, num_tokens: int, width: int) -> None:
-    fits = entries.ndim == 3 and entries.shape[-1] == width
-    expect(fits, "entries", entries.shape, f"[num_blocks, entries_per_block, {width}]")
-    fits = entry_index.ndim == 2 and entry_index.shape[0] == num_tokens
-    expect(fits, "entry_index", entry_index.shape, f"[{num_tokens}, K]")
-    expect_integers(entry_index=entry_index)
-    expect_range("entry_index", entry_index, -1, entries.shape[0] * entries.shape[1])
-
-
-def _expect_streams(streams: jax.Array, output: jax.Array | None, weight: jax.Array) -> None:
-    expect(streams.ndim == 3, "streams", streams.shape, "[T, S, D]")
-    num_tokens, num_streams, width = streams.shape
-    expect(
-        weight.shape == (num_tokens, num_streams),
-        "weights of the streams",
-        weight.shape,
-        f"[{num_tokens}, {num_streams}]",
-    )
-    if output is not None:
-        fits = output.shape == (num_tokens, width)
-        expect(fits, "output", output.shape, f"[{num_tokens}, {width}]")

@@ -108,10 +108,28 @@ def _hyper_mix(num_tokens: int, width: int, has_output: bool = True) -> Cost:
     return Cost(num_bytes, num_tokens * (project + mix))
 
 
+def _cache_append(num_rows: int, width: int, form: Any, num_blocks: int, length: int) -> Cost:
+    """Counts values as bfloat16, and the largest value of each block and a division for all."""
+    del num_blocks, length
+    written = _packed_bytes(num_rows * width, form.bits, form.block[1])
+    return Cost(2 * num_rows * width + written + 8 * num_rows, 2 * num_rows * width)
+
+
+def _sample_tokens(
+    vocab_size: int, settings: tuple[tuple[float, int, float], ...], spread: float = 0.0
+) -> Cost:
+    """Counts float32 logits twice, and as operations a difference, a product and a sum of each."""
+    del spread
+    logits = len(settings) * vocab_size
+    return Cost(2 * 4 * logits + len(settings) * 4 * 7, 3 * logits)
+
+
 _COSTS: dict[str, Callable[..., Cost]] = {
     "scaled_matmul": _scaled_matmul,
     "grouped_matmul": _grouped_matmul,
     "sparse_attention": _sparse_attention,
     "index_topk": _index_topk,
     "hyper_mix": _hyper_mix,
+    "cache_append": _cache_append,
+    "sample_tokens": _sample_tokens,
 }

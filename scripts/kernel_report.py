@@ -24,7 +24,7 @@ from pallas_kernels import cases, ops, roofline
 from pallas_kernels.targets import TARGETS, Target, by_name
 from scripts.deviceless import KernelFacts, compile_for
 
-WITHOUT_TENSOR_CORE = {"hyper_mix": 1}
+WITHOUT_TENSOR_CORE = {"hyper_mix": 1, "cache_append": 1, "sample_tokens": 1}
 """Kernels of an operation that multiply no matrices."""
 
 

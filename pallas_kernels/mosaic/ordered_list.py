@@ -20,14 +20,13 @@ from pallas_kernels.mosaic.widen import Layout
 NOTHING = np.iinfo(np.int32).min
 """Below every score: the place of an absent one."""
 COLUMNS = 128
-CAPACITY = 64 * COLUMNS
-"""Elements that a list has room for."""
+"""Of a list, unless it says otherwise."""
 _WORD = 32
 
 
 @dataclass(frozen=True)
 class List:
-    """Scores and what they belong to, [64, COLUMNS] int32, row by row; -1 where there is none.
+    """Scores and what they belong to, [64, C] int32, row by row; -1 where there is none.
 
     How many there are, and the k-th best so far, is kept in registers: a state (count, bar).
     """
@@ -37,10 +36,10 @@ class List:
     words: Any
 
     @staticmethod
-    def memory() -> list[Any]:
-        """What a kernel allocates for a list."""
-        shape = (64, COLUMNS)
-        words = plgpu.SMEM((COLUMNS // _WORD, 64), jnp.int32)
+    def memory(columns: int = COLUMNS) -> list[Any]:
+        """What a kernel allocates for a list of 64 times `columns`, at least those of a chunk."""
+        shape = (64, columns)
+        words = plgpu.SMEM((-(-columns // _WORD), 64), jnp.int32)
         return [plgpu.SMEM(shape, jnp.int32), plgpu.SMEM(shape, jnp.int32), words]
 
     def load(self) -> jax.Array:
@@ -49,8 +48,7 @@ class List:
 
     def clear_from(self, count: jax.Array) -> None:
         """Makes everything from `count` on absent."""
-        shape = (64, COLUMNS)
-        place = _places(shape)
+        place = _places(self.scores.shape)
         plgpu.commit_smem()
         for ref, absent in ((self.scores, NOTHING), (self.numbers, -1)):
             value = plgpu.load(ref, layout=Layout.WGMMA, optimized=False)
@@ -59,7 +57,8 @@ class List:
 
     def put(self, place: jax.Array, score: jax.Array, number: jax.Array) -> None:
         """Writes one element."""
-        row, column = place // COLUMNS, lax.rem(place, COLUMNS)
+        columns = self.scores.shape[1]
+        row, column = place // columns, lax.rem(place, columns)
         self.scores[row, column] = score
         self.numbers[row, column] = number
 
@@ -70,12 +69,12 @@ def ordered(scores: jax.Array) -> jax.Array:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def kth_best(scores: jax.Array, k: int) -> jax.Array:
+def kth_best(scores: jax.Array, k: int | jax.Array) -> jax.Array:
     """The largest number that at least `k` of `scores` [64, N] reach; NOTHING if fewer exist."""
 
     def halve(i: jax.Array, bar: jax.Array) -> jax.Array:
         higher = bar + lax.shift_left(jnp.int32(1), 31 - i)
-        return jnp.where(_count(scores >= higher) >= k, higher, bar)
+        return jnp.where(how_many(scores >= higher) >= k, higher, bar)
 
     return lax.fori_loop(0, 32, halve, jnp.int32(NOTHING))
 
@@ -103,7 +102,7 @@ def append(
     scores = plgpu.load(scores_smem, layout=Layout.WGMMA, optimized=False)
     # Of equal ones the earlier are better, so one that only reaches the bar comes too late.
     own = lax.cond(
-        _count(scores > bar) > k, lambda: kth_best(scores, k), lambda: jnp.int32(NOTHING)
+        how_many(scores > bar) > k, lambda: kth_best(scores, k), lambda: jnp.int32(NOTHING)
     )
 
     def one(place: jax.Array, count: jax.Array) -> jax.Array:
@@ -114,19 +113,19 @@ def append(
     after = _walk(to.words, (scores > bar) & (scores >= own), one, count)
     plgpu.commit_smem()
     bar = lax.cond(after > count, lambda: kth_best(to.load(), k), lambda: bar)
-    room = CAPACITY - scores.shape[0] * scores.shape[1]
+    room = scores.shape[0] * (to.scores.shape[1] - scores.shape[1])
     return lax.cond(after > room, lambda: keep_best(to, k), lambda: after), bar
 
 
 def keep_best(of: List, k: int) -> jax.Array:
     """Leaves only the best `k`, the first ones of equal ones, and says how many there are."""
-    scores = of.load()
+    scores, columns = of.load(), of.scores.shape[1]
     bar = kth_best(scores, k)
-    equal_left = k - _count(scores > bar)
+    equal_left = k - how_many(scores > bar)
 
     def one(place: jax.Array, state: tuple[jax.Array, jax.Array]) -> Any:
         kept, equal_left = state
-        row, column = place // COLUMNS, lax.rem(place, COLUMNS)
+        row, column = place // columns, lax.rem(place, columns)
         score, number = of.scores[row, column], of.numbers[row, column]
         is_equal = score == bar
         stays = jnp.logical_or(score > bar, equal_left > 0)
@@ -143,7 +142,8 @@ def keep_best(of: List, k: int) -> jax.Array:
     return kept
 
 
-def _count(holds: jax.Array) -> jax.Array:
+def how_many(holds: jax.Array) -> jax.Array:
+    """How many of [64, N] hold."""
     ones = jnp.where(holds, 1, 0)
     return jnp.sum(jnp.sum(ones, axis=1))
 

@@ -10,6 +10,8 @@ decided how many tokens are verified, and the text would no longer follow the ta
 position is accepted or drawn only once, so those two streams need the position alone.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,14 +59,36 @@ def propose_tokens(
 
     def draw() -> tuple[jax.Array, jax.Array]:
         weight = probabilities(logits, temperature, top_k, top_p)
-        stream = fold(fold(seed, _DRAFT_STREAM), anchor)
-        token = draw_tokens(weight, random_bits(stream, position))
+        token = draw_tokens(weight, draft_bits(seed, anchor, position))
         return token, jnp.take_along_axis(weight, token[:, None], axis=1)[:, 0]
 
     def best() -> tuple[jax.Array, jax.Array]:
         return _best(logits), jnp.ones(logits.shape[0], jnp.float32)
 
     return jax.lax.cond(jnp.any(temperature > 0), draw, best)
+
+
+def probabilities(
+    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """[M, V] float32: the distribution of each row after temperature, top_k and top_p.
+
+    A row of temperature 0 has all of it on its best token. Rows do not depend on each other.
+    """
+    logits = logits.astype(jnp.float32)
+    divisor = jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    # Below the largest logit nothing overflows, however small the temperature.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor
+    is_filtered = (top_k > 0) | (top_p < 1)
+    kept = jax.lax.cond(
+        jnp.any(is_filtered),
+        lambda: _kept(logits, divisor, top_k, top_p),
+        lambda: jnp.ones(scaled.shape, bool),
+    )
+    weight = jnp.where(kept, jnp.exp(scaled), 0.0)
+    drawn = weight / jnp.sum(weight, axis=-1, keepdims=True)
+    certain = jax.nn.one_hot(_best(logits), logits.shape[-1], dtype=jnp.float32)
+    return jnp.where(temperature[:, None] > 0, drawn, certain)
 
 
 def accept_tokens(
@@ -81,8 +105,10 @@ def accept_tokens(
     top_p: jax.Array,
     seed: jax.Array,
     position: jax.Array,
+    *,
+    probabilities: Callable[..., jax.Array] = probabilities,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.ops.accept_tokens`."""
+    """See `pallas_kernels.ops.accept_tokens`; `probabilities` is how those of rows are found."""
     num_tokens, drafts_max = logits.shape[0], draft_tokens.shape[1]
     number = jnp.arange(drafts_max, dtype=jnp.int32)[None, :]
     judge = jnp.minimum(first[:, None] + number, num_tokens - 1)
@@ -106,9 +132,7 @@ def accept_tokens(
         chance = uniform(stream, at).reshape(draft_tokens.shape)
         num_accepted, last = ends_at(chance * draft_probability < target[judge, draft_tokens])
         refused = jnp.minimum(num_accepted, drafts_max - 1)
-        draft = probabilities(
-            draft_logits[slot, refused].astype(jnp.float32), temperature, top_k, top_p
-        )
+        draft = probabilities(draft_logits[slot, refused], temperature, top_k, top_p)
         residual = jnp.maximum(target[last] - draft * _RESIDUAL_SHRINK, 0.0)
         is_refused = (num_accepted < num_drafts)[:, None]
         weight = jnp.where(is_refused, residual, target[last])
@@ -117,35 +141,17 @@ def accept_tokens(
     return jax.lax.cond(jnp.any(temperature > 0), sampled, greedy)
 
 
-def probabilities(
-    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
-) -> jax.Array:
-    """[M, V] float32: the distribution of each row after temperature, top_k and top_p.
-
-    A row of temperature 0 has all of it on its best token. Rows do not depend on each other.
-    """
-    # Below the largest logit nothing overflows, however small the temperature.
-    below = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = below / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    is_filtered = (top_k > 0) | (top_p < 1)
-    kept = jax.lax.cond(
-        jnp.any(is_filtered),
-        lambda: _kept(scaled, top_k, top_p),
-        lambda: jnp.ones(scaled.shape, bool),
-    )
-    weight = jnp.where(kept, jnp.exp(scaled), 0.0)
-    drawn = weight / jnp.sum(weight, axis=-1, keepdims=True)
-    certain = jax.nn.one_hot(_best(logits), logits.shape[-1], dtype=jnp.float32)
-    return jnp.where(temperature[:, None] > 0, drawn, certain)
-
-
 def draw_tokens(weight: jax.Array, bits: jax.Array) -> jax.Array:
     """[M] int32: a token of each row, in proportion to `weight` [M, V], by 32 random bits [M]."""
     share = weight / jnp.sum(weight, axis=-1, keepdims=True)
-    count = jnp.round(share * _CDF_ONE).astype(jnp.uint32)
-    up_to = jnp.cumsum(count, axis=-1, dtype=jnp.uint32)
-    target = _high_product(bits, up_to[:, -1])
+    up_to = jnp.cumsum(counts(share), axis=-1, dtype=jnp.uint32)
+    target = high_product(bits, up_to[:, -1])
     return jnp.sum(up_to <= target[:, None], axis=-1, dtype=jnp.int32)
+
+
+def counts(share: jax.Array) -> jax.Array:
+    """uint32 weights of probabilities in the integer distribution."""
+    return jnp.round(share * _CDF_ONE).astype(jnp.uint32)
 
 
 def random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -156,6 +162,11 @@ def random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.bits(jax.random.fold_in(key, position))
 
     return jax.vmap(one)(seed, position)
+
+
+def draft_bits(seed: jax.Array, anchor: jax.Array, position: jax.Array) -> jax.Array:
+    """[M] uint32 random numbers of the drafts at `position` after the known one at `anchor`."""
+    return random_bits(fold(fold(seed, _DRAFT_STREAM), anchor), position)
 
 
 def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -178,25 +189,26 @@ def _best(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _kept(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def _kept(logits: jax.Array, divisor: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Mask [M, V] of the tokens that the filters leave; of equal ones the lower ids stay."""
-    vocab_size = scaled.shape[-1]
-    values = jnp.sort(scaled, axis=-1, descending=True)
+    vocab_size = logits.shape[-1]
+    values = jnp.sort(logits, axis=-1, descending=True)
     in_top_k = jnp.arange(vocab_size)[None, :] < jnp.where(top_k > 0, top_k, vocab_size)[:, None]
     # top_p is a share of what top_k left over.
-    share = jax.nn.softmax(jnp.where(in_top_k, values, -jnp.inf), axis=-1)
+    scaled = (values - values[:, :1]) / divisor
+    share = jax.nn.softmax(jnp.where(in_top_k, scaled, -jnp.inf), axis=-1)
     mass_before = jnp.cumsum(share, axis=-1) - share
     # Rounding may bring the sum to 1 before the last token; a top_p of 1 still cuts nothing off.
     in_top_p = (mass_before < top_p[:, None]) | (top_p >= 1)[:, None]
     # The best token always stays, even if rounding put its mass at top_p.
     num_kept = jnp.maximum(jnp.sum(in_top_k & in_top_p, axis=-1, keepdims=True), 1)
     cutoff = jnp.take_along_axis(values, num_kept - 1, axis=-1)
-    above, equal = scaled > cutoff, scaled == cutoff
+    above, equal = logits > cutoff, logits == cutoff
     room = num_kept - jnp.sum(above, axis=-1, keepdims=True)
     return above | (equal & (jnp.cumsum(equal, axis=-1) <= room))
 
 
-def _high_product(a: jax.Array, b: jax.Array) -> jax.Array:
+def high_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """The upper 32 bits of the 64-bit product of two uint32: a number below `b`, in proportion."""
     a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
     low = a_high * b_low + ((a_low * b_low) >> 16)

@@ -1,6 +1,7 @@
 """Goal: new rows land in their places, in the format of the pool, and nothing else changes.
 Method: a pool of recognisable bytes is written; places meant are compared with the values encoded
-alone, all other places bit by bit with what they held.
+alone, all other places bit by bit with what they held. The kernel writes the same bytes, at the
+borders between codes and scales too.
 """
 
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ops
+from pallas_kernels.cases import Case
 from pallas_kernels.scaled_array import FP8_32, MXFP4_32, NVFP4_16, Format, ScaledArray, encode
+from tests.pallas_kernels.interpreted import TIME_LIMIT, check_case, quick, run
 
 append = jax.jit(ops.cache_append)
 encode_rows = jax.jit(encode, static_argnums=1)
@@ -77,3 +80,48 @@ def test_a_donated_pool_is_written_in_place() -> None:
     written = write(pool, jnp.ones((7, 2)), OUTER, INNER)
     assert written.unsafe_buffer_pointer() == address
     assert pool.is_deleted()
+
+
+@TIME_LIMIT
+@quick("cache_append")
+def test_the_kernel_gives_what_the_reference_gives(case: Case) -> None:
+    check_case(case)
+
+
+def borders(form: Format) -> np.ndarray:
+    """[4, 128] values on, just above and just below every border between codes and scales."""
+    codes = (
+        np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+        if form.bits == 4
+        else (np.array([1.0625, 17.5, 26.0, 248.0, 432.0, 448.0, 2.0**-10, 2.0**-7 * 1.5]))
+    )
+    scales = np.array([0.4375, 1.0625, 1.1875, 2.0**-8 * 0.75])
+    values = (scales[:, None] * codes[None, :]).astype(np.float32)
+    near = [values, np.nextafter(values, np.float32(9)), np.nextafter(values, np.float32(0))]
+    both = np.concatenate([*near, -values], axis=1)
+    return np.tile(both, (1, 4)).reshape(4, 128)
+
+
+@TIME_LIMIT
+@pytest.mark.parametrize("form", [FP8_32, NVFP4_16, MXFP4_32], ids=lambda form: form.name)
+def test_the_kernel_rounds_as_the_reference_at_every_border(form: Format) -> None:
+    pool = encode_rows(jnp.ones((1, 4, 128)), form)
+    place = jnp.arange(4, dtype=jnp.int32)
+    args = (pool, jnp.asarray(borders(form)), jnp.zeros(4, jnp.int32), place)
+    made, meant = (run("cache_append", how, args, {}) for how in ("interpret", "reference"))
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(meant), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_the_kernel_refuses_what_it_does_not_cover() -> None:
+    place = jnp.zeros(1, jnp.int32)
+    with pytest.raises(NotImplementedError, match="the pool is not quantised"):
+        run(
+            "cache_append",
+            "interpret",
+            (jnp.zeros((1, 1, 128)), jnp.zeros((1, 128)), place, place),
+            {},
+        )
+    pool = encode_rows(jnp.ones((1, 1, 96)), FP8_32)
+    with pytest.raises(NotImplementedError, match=r"the pool is \(1, 1, 96\) in fp8_32; expected"):
+        run("cache_append", "interpret", (pool, jnp.zeros((1, 96)), place, place), {})

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import ordered_list
 from pallas_kernels.mosaic.ordered_list import COLUMNS, NOTHING, List, append, keep_best, ordered
 from pallas_kernels.selection import INTERPRET
 from tests.pallas_kernels.interpreted import TIME_LIMIT
@@ -28,7 +27,7 @@ def test_ordered_integers_compare_as_the_floats() -> None:
     assert made[0] > NOTHING
 
 
-def best_of_pages(pages: np.ndarray, k: int) -> np.ndarray:
+def best_of_pages(pages: np.ndarray, k: int, columns: int) -> np.ndarray:
     """Numbers that a list of `k` holds after both pages [2, 64, 8]."""
 
     def kernel(pages_gmem: Any, out_gmem: Any, page_smem: Any, ready: Any, *memory: Any) -> None:
@@ -46,26 +45,22 @@ def best_of_pages(pages: np.ndarray, k: int) -> np.ndarray:
 
     made = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((64, COLUMNS), jnp.int32),
-        scratch_types=[plgpu.SMEM(PAGE, jnp.int32), plgpu.Barrier(), *List.memory()],
+        out_type=jax.ShapeDtypeStruct((64, columns), jnp.int32),
+        scratch_types=[plgpu.SMEM(PAGE, jnp.int32), plgpu.Barrier(), *List.memory(columns)],
         interpret=INTERPRET,
     )(jnp.asarray(pages))
     return np.asarray(made).reshape(-1)
 
 
 @TIME_LIMIT
-@pytest.mark.parametrize("room", [None, 8])
-def test_the_first_of_the_best_stay(
-    room: int | None, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if room is not None:
-        # Full after the first page already.
-        monkeypatch.setattr(ordered_list, "CAPACITY", PAGE[0] * PAGE[1] + room)
+# The narrow one counts as full after the first page already.
+@pytest.mark.parametrize("columns", [COLUMNS, PAGE[1]])
+def test_the_first_of_the_best_stay(columns: int, rng: np.random.Generator) -> None:
     k = 12
     pages = np.full((2, *PAGE), NOTHING, np.int32)
     present = rng.random(pages.shape) < 0.06
     pages[present] = rng.integers(0, 6, int(present.sum()))
-    made = best_of_pages(pages, k)
+    made = best_of_pages(pages, k, columns)
     flat = pages.reshape(-1).astype(np.int64)
     order = np.argsort(-flat, kind="stable")[:k]
     np.testing.assert_array_equal(made[:k], np.sort(order))

@@ -4,6 +4,7 @@ Method: one case of each operation, worked out here.
 
 from pallas_kernels import roofline
 from pallas_kernels.cases import Case, find
+from pallas_kernels.scaled_array import NVFP4_16
 from pallas_kernels.targets import H200
 
 
@@ -44,6 +45,17 @@ def test_streams_are_read_and_written_once() -> None:
     small = 4 * (24 + 24 + 4)
     assert cost.num_bytes == 10 * (2 * 4 * 64 * 2 + 2 * 64 * 2 + small) + 4 * 24 * 256
     assert cost.num_flops == 10 * (2 * 24 * 256 + 2 * 256 * 6)
+
+
+def test_appended_rows_are_read_and_written_once() -> None:
+    sizes = {"num_rows": 3, "width": 128, "form": NVFP4_16, "num_blocks": 2, "length": 4}
+    cost = roofline.cost(Case("cache_append", "x", "quick", sizes))
+    assert cost.num_bytes == 3 * (2 * 128 + 64 + 8 + 8)
+
+
+def test_logits_are_read_twice() -> None:
+    sizes = {"vocab_size": 256, "settings": ((1.0, 0, 1.0),) * 3}
+    assert roofline.cost(Case("sample_tokens", "x", "quick", sizes)).num_bytes == 3 * (2048 + 28)
 
 
 def test_the_bound_is_the_slower_of_memory_and_arithmetic() -> None:

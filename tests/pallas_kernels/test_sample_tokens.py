@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ops
+from pallas_kernels.cases import Case
+from pallas_kernels.mosaic import sample_tokens as kernel
 from pallas_kernels.reference.sample_tokens import uniform
+from tests.pallas_kernels.interpreted import TIME_LIMIT, check_case, quick, run
 
 sample_tokens = jax.jit(ops.sample_tokens)
 VOCAB = 16
@@ -184,3 +187,53 @@ def test_random_numbers_are_uniform_and_differ_by_seed_and_position() -> None:
         assert abs(numbers.mean() - 0.5) < 5 / np.sqrt(12 * 1000)
     correlation = np.corrcoef(columns)
     assert np.abs(correlation - np.eye(len(seeds))).max() < 5 / np.sqrt(1000)
+
+
+@TIME_LIMIT
+@quick("sample_tokens")
+def test_the_kernel_gives_what_the_reference_gives(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A row of many kept tokens would keep the interpreter busy for minutes.
+    monkeypatch.setattr(kernel, "LISTED", 16)
+    check_case(case)
+
+
+@TIME_LIMIT
+def test_the_kernel_proposes_and_accepts_what_the_reference_does(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows, one greedy and one with a filter, whose drafts come from rougher logits."""
+    monkeypatch.setattr(kernel, "LISTED", 16)
+    logits = np.round(16 * rng.standard_normal((2, 256))) / 8
+    rough = jnp.asarray(logits + np.round(8 * rng.standard_normal((2, 256))) / 8, jnp.float32)
+    kept = (jnp.asarray([0.0, 1.0]), jnp.asarray([0, 6]), jnp.ones(2))
+    seed, place = jnp.asarray([[1, 2], [3, 4]], jnp.uint32), jnp.asarray([5, 9])
+    asked = (rough, *kept, seed, place - 1, place)
+    drafts = run("propose_tokens", "reference", asked, {})
+    made = run("propose_tokens", "interpret", asked, {})
+    np.testing.assert_array_equal(made[0], drafts[0])
+    np.testing.assert_allclose(made[1], drafts[1], rtol=1e-5)
+    # Each row has its last known token and one draft.
+    of_rows = jnp.asarray(np.repeat(logits, 2, axis=0), jnp.float32)
+    row, first, slot = jnp.asarray([0, 0, 1, 1]), jnp.asarray([0, 2]), jnp.arange(2)
+    judged = (drafts[0][:, None], drafts[1][:, None], jnp.ones(2, jnp.int32), rough[:, None], slot)
+    args = (of_rows, row, first, *judged, *kept, seed, place)
+    made, meant = (run("accept_tokens", how, args, {}) for how in ("interpret", "reference"))
+    np.testing.assert_array_equal(made, meant)
+
+
+def test_the_kernel_refuses_a_vocabulary_of_odd_size() -> None:
+    column = jnp.zeros(1, jnp.int32)
+    args = (
+        jnp.zeros((1, 96)),
+        jnp.ones(1),
+        column,
+        jnp.ones(1),
+        jnp.zeros((1, 2), jnp.uint32),
+        column,
+    )
+    with pytest.raises(
+        NotImplementedError, match=r"logits are \(1, 96\); expected a multiple of 256"
+    ):
+        run("sample_tokens", "interpret", args, {})
