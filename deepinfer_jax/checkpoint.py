@@ -27,9 +27,10 @@ from deepinfer_jax.parameter_table import (
     ParameterSpec,
     TensorSpec,
     build_parameters,
+    build_vision,
     parameter_table,
 )
-from deepinfer_jax.parameters import Parameters
+from deepinfer_jax.parameters import Parameters, VisionParameters
 from deepinfer_jax.safetensors_file import CheckpointError, SafetensorsFile
 from deepinfer_jax.topology import Topology
 from pallas_kernels.scaled_array import Format, ScaledArray
@@ -115,6 +116,28 @@ def load(
             `config` describes. Nothing has been allocated then.
         ValueError: `parts` names an unknown part or leaves out "text".
     """
+    return build_parameters(config, _reader(directory, config, place, parts, report), parts)
+
+
+def load_vision(
+    directory: str | Path, config: ModelConfig, *, place: Place = place_on_default_device
+) -> VisionParameters | None:
+    """Reads the image encoder alone, as `load` does; None if the model has none.
+
+    Raises:
+        CheckpointError: as of `load`.
+    """
+    return build_vision(config, _reader(directory, config, place, {"vision"}, None))
+
+
+def _reader(
+    directory: str | Path,
+    config: ModelConfig,
+    place: Place,
+    parts: Collection[str],
+    report: Callable[[int, int], None] | None,
+) -> Callable[[ParameterSpec], jax.Array | ScaledArray]:
+    """What reads one leaf, after all files were checked."""
     files = _matching_files(_existing(directory), config)
     total = sum(_size_bytes(spec) for spec in parameter_table(config) if spec.part in parts)
     done = 0
@@ -136,7 +159,7 @@ def load(
             report(done, total)
         return leaf
 
-    return build_parameters(config, read_leaf, parts)
+    return read_leaf
 
 
 def _size_bytes(spec: ParameterSpec) -> int:

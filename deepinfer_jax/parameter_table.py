@@ -146,6 +146,26 @@ def build_parameters(
     unknown = sorted(set(parts) - set(PARTS))
     if unknown or "text" not in parts:
         raise ValueError(f"parts is {sorted(parts)}; expected 'text' and any others of {PARTS}")
+    return _construct(Parameters, _tree(config, make_leaf, parts))
+
+
+def build_vision(
+    config: ModelConfig, make_leaf: Callable[[ParameterSpec], Any]
+) -> VisionParameters | None:
+    """The image encoder alone, as in `build_parameters`; None if the config has none."""
+    return _construct(_Parts, _tree(config, make_leaf, {"vision"})).vision
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What there may be without the text model."""
+
+    vision: VisionParameters | None = None
+
+
+def _tree(
+    config: ModelConfig, make_leaf: Callable[[ParameterSpec], Any], parts: Collection[str]
+) -> dict[Any, Any]:
     root: dict[Any, Any] = {}
     for spec in parameter_table(config):
         if spec.part in parts:
@@ -153,7 +173,7 @@ def build_parameters(
             for step in spec.path[:-1]:
                 node = node.setdefault(step, {})
             node[spec.path[-1]] = make_leaf(spec)
-    return _construct(Parameters, root)
+    return root
 
 
 def abstract_parameters(config: ModelConfig, parts: Collection[str] = PARTS) -> Parameters:

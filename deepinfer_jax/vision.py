@@ -213,11 +213,15 @@ def compile_insert(config: ModelConfig, features: Any) -> CompiledInsert:
 
 
 class ImageEncoder:
-    """Puts images where a prefill step looks for them.
+    """Encodes images, and puts them where a prefill step looks for them.
+
+    With a `num_features` of 0 there is no such place: images are encoded for steps elsewhere.
 
     Attributes:
         features: [`num_features`, hidden]: row i stands for token i of the step, if an image was
             added there.
+        row_bytes: bytes of a row outside the device.
+        description: everything that the bytes of a row depend on beside the weights.
         compiled: its programs, which the owner compiles among others (`programs`) and puts here.
 
     Raises:
@@ -237,6 +241,8 @@ class ImageEncoder:
         self._pixels_sharding = mesh.sharding((None, None), (1, 1))
         zeros = np.zeros((num_features, config.hidden_size), precision.compute_dtype)
         self.features: jax.Array = mesh.place(zeros, (None, None))
+        self.row_bytes = zeros.itemsize * config.hidden_size
+        self.description = f"features of images: {config.hidden_size} of {zeros.dtype.name}"
         self._sizes = patch_buckets(_vision(config))
         self.compiled: Mapping[str, Any] = {}
 
@@ -247,7 +253,9 @@ class ImageEncoder:
             f"image_p{size}": functools.partial(compile_encoder, *arguments, size, self._parameters)
             for size in self._sizes
         }
-        programs["image_insert"] = functools.partial(compile_insert, self._config, self.features)
+        if len(self.features):
+            insert = functools.partial(compile_insert, self._config, self.features)
+            programs["image_insert"] = insert
         return programs
 
     def add(self, pixels: np.ndarray, grid: tuple[int, int], where: tuple[int, int]) -> None:
@@ -258,11 +266,42 @@ class ImageEncoder:
             grid: its rows and columns of patches.
             where: the first row that it takes, and how many.
         """
+        self._insert(self._encode(pixels, grid), where)
+
+    def add_encoded(self, rows: np.ndarray, where: tuple[int, int]) -> None:
+        """Bring an image that was encoded elsewhere into `features`.
+
+        Args:
+            rows: [num_tokens, `row_bytes`] uint8, as `encoded` gives them.
+            where: as in `add`.
+
+        Raises:
+            ValueError: `rows` has another width, or is longer than an image can be.
+        """
+        num_rows_max = _vision(self._config).max_image_tokens
+        if rows.shape[1:] != (self.row_bytes,) or len(rows) > num_rows_max:
+            raise ValueError(
+                f"features of an image have the shape {list(rows.shape)}; expected at most "
+                f"{num_rows_max} rows of {self.row_bytes} bytes"
+            )
+        padded = np.zeros((num_rows_max, self.row_bytes), np.uint8)
+        padded[: len(rows)] = rows
+        placed = jax.device_put(padded.view(self.features.dtype), self._pixels_sharding)
+        self._insert(placed, where)
+
+    def encoded(self, pixels: np.ndarray, grid: tuple[int, int], num_tokens: int) -> np.ndarray:
+        """[num_tokens, `row_bytes`] uint8: the rows of an image, on the host; waits for them."""
+        rows = np.asarray(self._encode(pixels, grid))[:num_tokens]
+        return np.ascontiguousarray(rows).view(np.uint8)
+
+    def _encode(self, pixels: np.ndarray, grid: tuple[int, int]) -> jax.Array:
         size = min(size for size in self._sizes if size >= len(pixels))
         padded = np.zeros((size, pixels.shape[1]), np.uint8)
         padded[: len(pixels)] = pixels
         placed = jax.device_put(padded, self._pixels_sharding)
-        rows = self.compiled[f"image_p{size}"](self._parameters, placed, self._numbers(grid))
+        return self.compiled[f"image_p{size}"](self._parameters, placed, self._numbers(grid))
+
+    def _insert(self, rows: jax.Array, where: tuple[int, int]) -> None:
         insert = self.compiled["image_insert"]
         self.features = insert(self.features, rows, self._numbers(where))
 

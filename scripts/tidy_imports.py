@@ -43,9 +43,11 @@ NODES_ORDER = (
         "prefill_worker",
         "decode_worker",
         "vision_worker",
+        "feature_pulls",
         "storage_node",
         "metadata_node",
     ),
+    ("vision_pool",),
     ("calls",),
     ("block_service", "kv_offload", "membership", "pools"),
     ("registry", "request_spans"),
@@ -66,13 +68,14 @@ PURE = (
 )
 IMPURE = {"jax", "deepinfer_jax", "orbax", "time", "asyncio", "threading", "socket", "os"}
 
-# What only these modules of serving may import: the executor runs the model, and the planners
+# What only these modules of serving may import: the executors run the model, and the planners
 # count one that does not run, which needs no executor.
 SOLE_IMPORTERS = {
     "deepinfer_jax": (
         "serving.engine.jax_executor",
         "serving.engine.mesh_executor",
         "serving.engine.device_controls",
+        "serving.engine.image_executor",
         "serving.planner",
         "serving.mesh_planner",
     ),

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving.config import ROUTER_NAME, WORKER_ROLES, ServingConfig, load_config
+from serving.config import ROUTER_NAME, VISION_ROLE, WORKER_ROLES, ServingConfig, load_config
 from serving.frontend.arguments import COMMANDS, add_config, make_parser
 from serving.kv_commands import (
     add_commands,
@@ -258,8 +258,10 @@ def _front_door(
 def _supervise(config: ServingConfig, options: argparse.Namespace) -> int:
     """Starts the processes of a cluster on this machine, and looks after them."""
     from serving.listening import bind
+    from serving.planner import check_roles
     from serving.supervisor import meeting_place, run_cluster
 
+    check_roles(config)
     # A router that is started anew has to be found where the first one was.
     with bind(config.server.host, config.server.port) as listener:
         port = listener.getsockname()[1]
@@ -303,18 +305,23 @@ def _work(config: ServingConfig, options: argparse.Namespace) -> int:
     """Runs one worker of a cluster."""
     from serving.code_version import code_version
     from serving.engine.step_times import TimedExecutor
-    from serving.node_process import WorkerParts, check_node, run_worker
+    from serving.loading import load_encoder
+    from serving.node_process import VisionParts, WorkerParts, check_node, run_worker
     from serving.nodes.values import NodeId
     from serving.transport.driver import SystemClock
 
     check_node(config, options.role, options.name)
     # Before the model is loaded, which takes a while: the program is what runs now.
     version = code_version()
+    node_id = NodeId(options.role, options.name)
+    if options.role == VISION_ROLE:
+        encoder = load_encoder(config, _say)
+        encode = VisionParts(encoder.executor.encode, encoder.facts, version)
+        return asyncio.run(run_worker(config, node_id, encode, _say, options.parent))
     model = _load(config)
     with cache_link(config.kv, config.cluster, model.facts.kv_form, None, _say) as link:
         executor = TimedExecutor(model.executor, SystemClock().now_ns)
         parts = WorkerParts(executor, model.facts, model.grammars, model.programs, link, version)
-        node_id = NodeId(options.role, options.name)
         return asyncio.run(run_worker(config, node_id, parts, _say, options.parent))
 
 

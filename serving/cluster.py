@@ -27,6 +27,7 @@ from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import Node, NodeId
 from serving.nodes.router import Router, RouterOptions
 from serving.nodes.values import MemberCard
+from serving.nodes.vision_worker import Encode, VisionOptions, VisionWorker
 from sharding.config_file import ConfigError
 
 MESH_WORKER = NodeId("mesh_worker", "0")
@@ -46,7 +47,8 @@ class ModelFacts:
     what its prefill steps cost; None if that was not measured. `num_replayed` is that of
     `core.replay.ReplayRule`. `kv_form` is what its blocks are
     outside the device, and `kv_fingerprint` names everything they depend on; None and empty if
-    they stay there. `num_ranks` of the executor's devices have rows of their own.
+    they stay there. `num_ranks` of the executor's devices have rows of their own. `features` names
+    what the features of images depend on; empty if there are none.
     """
 
     vocab_size: int
@@ -60,6 +62,19 @@ class ModelFacts:
     kv_form: PayloadForm | None = None
     kv_fingerprint: bytes = b""
     num_ranks: int = 1
+    features: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFacts:
+    """The numbers of a vision worker's encoder: as in `ModelFacts`, the bytes of the features of a
+    token, and what it encodes in a second.
+    """
+
+    images: ImageGeometry
+    features: bytes
+    feature_bytes: int
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +285,7 @@ def build_member(
         prefill_cost=facts.prefill_cost,
         kv_bytes=_kv_bytes(facts.kv_form),
         pid=process.pid,
+        features=facts.features,
     )
     options = MemberOptions(
         ROUTER, card, ns_of_s(config.cluster.lease_s), ns_of_s(config.cluster.answer_s)
@@ -289,6 +305,45 @@ def build_member(
     )
 
 
+def build_vision(
+    config: ServingConfig,
+    facts: VisionFacts,
+    encode: Encode,
+    random_source: random.Random,
+    node_id: NodeId,
+    process: ProcessFacts,
+) -> VisionWorker:
+    """One vision worker, which encodes images by `encode`.
+
+    Raises:
+        ConfigError: an image would not fit into its memory.
+    """
+    size, limit = facts.images.max_image_tokens * facts.feature_bytes, config.cluster.vision_bytes
+    if size > limit:
+        raise ConfigError(
+            f"cluster.vision_bytes is {limit}; expected at least {size}, the features of one "
+            "image of this model"
+        )
+    card = MemberCard(
+        address=process.address,
+        code_version=process.code_version,
+        fingerprint=b"",
+        limits=None,
+        images=facts.images,
+        pid=process.pid,
+        features=facts.features,
+        image_tokens_per_s=facts.tokens_per_s,
+    )
+    options = VisionOptions(
+        ROUTER,
+        card,
+        limit,
+        config.cluster.images_waiting_max,
+        ns_of_s(config.engine.step_timeout_s),
+    )
+    return VisionWorker(node_id, encode, options, random_source)
+
+
 def _kv_bytes(form: PayloadForm | None) -> tuple[float, int]:
     return (0.0, 0) if form is None else (sum(form.group_bytes) / BLOCK_SIZE, form.state_bytes)
 
@@ -296,8 +351,18 @@ def _kv_bytes(form: PayloadForm | None) -> tuple[float, int]:
 def build_router(
     config: ServingConfig, clock: Clock, random_source: random.Random, code_version: str
 ) -> Router:
-    """The node in front of the workers."""
+    """The node in front of the workers.
+
+    Raises:
+        ConfigError: images of one request are more than may wait.
+    """
     options = config.cluster
+    if options.images_waiting_max < config.images.per_request_max:
+        raise ConfigError(
+            f"cluster.images_waiting_max is {options.images_waiting_max} and "
+            f"images.per_request_max {config.images.per_request_max}; expected room for at least "
+            "the images of one request"
+        )
     return Router(
         ROUTER,
         clock,
@@ -310,6 +375,7 @@ def build_router(
             stranded_ns=ns_of_s(options.stranded_s),
             waiting_max=config.engine.waiting_max,
             local_prefill_ms=options.local_prefill_ms,
+            images_waiting_max=options.images_waiting_max,
         ),
         random_source,
     )

@@ -265,11 +265,15 @@ class PriceOptions:
             check(0 <= value <= COUNT_MAX, option.name, value, f"0 to {COUNT_MAX}")
 
 
-WORKER_ROLES = ("prefill", "decode")
+VISION_ROLE = "vision"
+WORKER_ROLES = ("prefill", "decode", VISION_ROLE)
 """The roles that serve requests, in the order in which a cluster starts them."""
 
 TIER_ROLES = ("storage", "metadata")
 """The roles that keep what workers have computed, and tell nodes of each other."""
+
+NEEDED_ROLES = ("prefill", "decode")
+"""Those without which there is no cluster. Without `vision`, prefill workers encode images."""
 
 ROUTER_NAME = "router"
 """What the router is called among nodes."""
@@ -287,7 +291,7 @@ class NodeOptions:
     `cluster.directory`.
     """
 
-    role: Literal["prefill", "decode", "storage", "metadata"]
+    role: Literal["prefill", "decode", "vision", "storage", "metadata"]
     address: str = ""
 
 
@@ -308,6 +312,8 @@ class ClusterOptions:
     nodes with `ipc://` addresses and over sockets else, `sockets` always over these.
     `local_prefill_ms`: a prompt is computed where it decodes, and its context not moved, if that is
     predicted to take no longer, from steps measured at the first start; 0 moves all.
+    `vision_bytes`: of the features of images that a vision worker keeps.
+    `images_waiting_max`: images that may wait for vision workers; requests with more are refused.
     """
 
     nodes: Mapping[str, NodeOptions] = field(default_factory=dict[str, NodeOptions])
@@ -321,6 +327,8 @@ class ClusterOptions:
     stranded_s: float = 5.0
     context_transfer: Literal["auto", "sockets"] = "auto"
     local_prefill_ms: float = 0.0
+    vision_bytes: int = 2**30
+    images_waiting_max: int = 256
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "lost_s", "answer_s", "lease_s", "stranded_s"):
@@ -329,11 +337,14 @@ class ClusterOptions:
         local_ms = self.local_prefill_ms
         is_time = 0 <= local_ms <= 1e3 * SECONDS_MAX
         check(is_time, "local_prefill_ms", local_ms, f"0 to {1e3 * SECONDS_MAX:g}")
+        size, count = self.vision_bytes, self.images_waiting_max
+        check(1 <= size <= BYTES_MAX, "vision_bytes", size, f"1 to {BYTES_MAX}")
+        check(1 <= count <= COUNT_MAX, "images_waiting_max", count, f"1 to {COUNT_MAX}")
         longer = 2 * self.heartbeat_s
         check(self.lost_s >= longer, "lost_s", self.lost_s, f"at least {longer:g}: two heartbeats")
         if not self.nodes:
             return
-        for role in WORKER_ROLES:
+        for role in NEEDED_ROLES:
             has_role = any(node.role == role for node in self.nodes.values())
             check(has_role, "nodes", "/".join(self.nodes), f"a {role} worker among them")
         for name, whose in ((ROUTER_NAME, "router"), (CACHE_NAME, "cache process")):

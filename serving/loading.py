@@ -6,12 +6,12 @@ looked at before anything is compiled.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serving.cluster import Capacity, ModelFacts, plan_capacity
+from serving.cluster import Capacity, ModelFacts, VisionFacts, plan_capacity
 from serving.config import ServingConfig
 from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import TILE_TOKENS, Bucket, CompiledProgram, StepKind
@@ -27,6 +27,7 @@ from sharding.config_file import ConfigError
 from sharding.plan import MeshPlan, load_plan
 
 if TYPE_CHECKING:
+    from serving.engine.image_executor import ImageExecutor
     from serving.engine.jax_executor import JaxExecutor
 
 Report = Callable[[str], None]
@@ -70,29 +71,22 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
 
     executor_type = _executor_type(mesh_plan)
     log = CompileLog(SystemClock().now_ns)
-    try:
-        with log.listening():
-            executor = executor_type(
-                directory,
-                config.model.cache_format,
-                capacity.buckets,
-                capacity.num_blocks,
-                capacity.num_slots + capacity.num_snapshots,
-                mesh_plan,
-                report=report,
-                engram=engram,
-                has_drafts=config.engine.has_drafts,
-                tile_tokens=TILE_TOKENS if config.engine.batch_invariant else 0,
-                replay=capacity.replay,
-                watch=log.watch,
-                kv_clock=SystemClock().now_ns if config.kv.is_on or config.cluster.is_on else None,
-            )
-    except (ValueError, OSError) as error:
-        # Errors that our own packages define are about the input; any other is a defect, whose
-        # traceback is worth more than a line.
-        if isinstance(error, OSError) or type(error).__module__.startswith(_OUR_PACKAGES):
-            raise ConfigError(" ".join(str(error).split())) from error
-        raise
+    with _as_config_errors(), log.listening():
+        executor = executor_type(
+            directory,
+            config.model.cache_format,
+            capacity.buckets,
+            capacity.num_blocks,
+            capacity.num_slots + capacity.num_snapshots,
+            mesh_plan,
+            report=report,
+            engram=engram,
+            has_drafts=config.engine.has_drafts,
+            tile_tokens=TILE_TOKENS if config.engine.batch_invariant else 0,
+            replay=capacity.replay,
+            watch=log.watch,
+            kv_clock=SystemClock().now_ns if config.kv.is_on or config.cluster.is_on else None,
+        )
     report(_compiled_line(log.programs))
     model_config = executor.model_config
     facts = ModelFacts(
@@ -121,6 +115,48 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
         executor.program_texts,
         log.programs,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    """A compiled image encoder and what a vision worker needs to know of it."""
+
+    executor: "ImageExecutor"
+    facts: VisionFacts
+
+
+def load_encoder(config: ServingConfig, report: Report) -> LoadedEncoder:
+    """Loads the image encoder of the checkpoint, and nothing else, onto one device.
+
+    Raises:
+        ConfigError: the checkpoint is not usable, or the model takes no images.
+    """
+    directory = config.model.directory
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory; expected a checkpoint directory")
+    from serving.engine.image_executor import ImageExecutor
+
+    with _as_config_errors():
+        executor = ImageExecutor(directory, load_plan("single"), report)
+    facts = VisionFacts(
+        images=executor.image_geometry,
+        features=kv_fingerprint(_revision_of(config, report), executor.feature_form),
+        feature_bytes=executor.feature_bytes,
+        tokens_per_s=executor.tokens_per_s(SystemClock().now_ns),
+    )
+    return LoadedEncoder(executor, facts)
+
+
+@contextlib.contextmanager
+def _as_config_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        # Errors that our own packages define are about the input; any other is a defect, whose
+        # traceback is worth more than a line.
+        if isinstance(error, OSError) or type(error).__module__.startswith(_OUR_PACKAGES):
+            raise ConfigError(" ".join(str(error).split())) from error
+        raise
 
 
 def _executor_type(plan: MeshPlan) -> "type[JaxExecutor]":
@@ -195,16 +231,22 @@ def _kv_facts(config: ServingConfig, executor: "JaxExecutor", report: Report) ->
     """The fields of `ModelFacts` that are about blocks outside the device."""
     if executor.kv_moves is None:
         return {}
-    form, revision = executor.kv_moves.form, config.kv.model_revision
-    if not revision:
-        report("reading the weights for their revision (kv.model_revision spares that)")
-        try:
-            revision = model_revision(config.model.directory)
-        except OSError as error:
-            raise ConfigError(f"{config.model.directory}: {error.strerror or error}") from None
+    form, revision = executor.kv_moves.form, _revision_of(config, report)
     fingerprint = kv_fingerprint(revision, form.description)
     payloads = PayloadForm(layout_id(fingerprint), form.group_bytes, form.state_bytes)
-    return {"kv_form": payloads, "kv_fingerprint": fingerprint}
+    features = executor.feature_form and kv_fingerprint(revision, executor.feature_form)
+    return {"kv_form": payloads, "kv_fingerprint": fingerprint, "features": features or b""}
+
+
+def _revision_of(config: ServingConfig, report: Report) -> str:
+    """What the checkpoint is known by: as it is named, or as its files say."""
+    if config.kv.model_revision:
+        return config.kv.model_revision
+    report("reading the weights for their revision (kv.model_revision spares that)")
+    try:
+        return model_revision(config.model.directory)
+    except OSError as error:
+        raise ConfigError(f"{config.model.directory}: {error.strerror or error}") from None
 
 
 def _grammars_of(directory: Path, facts: ModelFacts) -> GrammarCompiler | None:

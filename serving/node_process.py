@@ -15,10 +15,19 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 
-from serving.cluster import ROUTER, Environment, ModelFacts, ProcessFacts, build_member
+from serving.cluster import (
+    ROUTER,
+    Environment,
+    ModelFacts,
+    ProcessFacts,
+    VisionFacts,
+    build_member,
+    build_vision,
+)
 from serving.code_version import code_version
 from serving.config import ROUTER_NAME, ServingConfig
 from serving.core.buckets import CompiledProgram
@@ -27,8 +36,9 @@ from serving.engine.engine import Executor
 from serving.frontend.tracing import open_tracer
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.offload import CachePort
-from serving.nodes.member_worker import MemberWorker
+from serving.nodes.node import Node
 from serving.nodes.values import NodeId
+from serving.nodes.vision_worker import Encode
 from serving.transport.driver import Driver, SystemClock
 from serving.transport.shared_frames import SharedFrames
 from serving.transport.zeromq import ZeroMQNetwork
@@ -54,6 +64,26 @@ class WorkerParts:
     programs: tuple[CompiledProgram, ...] = ()
     cache: CachePort | None = None
     code_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionParts:
+    """What a vision worker runs."""
+
+    encode: Encode
+    facts: VisionFacts
+    code_version: str = ""
+
+
+class _Member(Node, Protocol):
+    """A worker that joins, and can leave."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def drain(self) -> None: ...
 
 
 def cluster_key(config: ServingConfig) -> ClusterKey | None:
@@ -94,7 +124,7 @@ def check_node(config: ServingConfig, role: str, name: str) -> None:
 async def run_worker(
     config: ServingConfig,
     node_id: NodeId,
-    parts: WorkerParts,
+    parts: WorkerParts | VisionParts,
     say: Callable[[str], None],
     parent: int | None = None,
 ) -> int:
@@ -119,18 +149,25 @@ async def run_worker(
         )
     except zmq.ZMQError as error:
         raise ConfigError(f"{node_id}: cannot listen at {address}: {error.strerror}") from None
-    environment = Environment(
-        clock,
-        random.Random(),
-        parts.executor,
-        parts.grammars,
-        programs=parts.programs,
-        cache=parts.cache,
-    )
     process = ProcessFacts(network.address, parts.code_version or code_version(), os.getpid())
-    worker = build_member(config, parts.facts, environment, node_id, process)
-    caches = {} if parts.cache is None else {node_id: parts.cache}
-    async with Driver([worker], {node_id: parts.executor}, caches) as driver, network:
+    if isinstance(parts, VisionParts):
+        worker: _Member = build_vision(
+            config, parts.facts, parts.encode, random.Random(), node_id, process
+        )
+        executors, caches = {}, {}
+    else:
+        environment = Environment(
+            clock,
+            random.Random(),
+            parts.executor,
+            parts.grammars,
+            programs=parts.programs,
+            cache=parts.cache,
+        )
+        worker = build_member(config, parts.facts, environment, node_id, process)
+        executors = {node_id: parts.executor}
+        caches = {} if parts.cache is None else {node_id: parts.cache}
+    async with Driver([worker], executors, caches) as driver, network:
         drivers.append(driver)
         driver.remote = network
         network.connect(ROUTER, config.cluster.address_of(ROUTER_NAME))
@@ -153,7 +190,7 @@ async def run_worker(
 
 @contextlib.contextmanager
 def _drain_on_signal(
-    worker: MemberWorker, driver: Driver, drain_s: float, ending: "asyncio.Future[str]"
+    worker: _Member, driver: Driver, drain_s: float, ending: "asyncio.Future[str]"
 ) -> Iterator[None]:
     """The first SIGINT or SIGTERM lets the worker finish what it has; the second ends it."""
     loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.precision import CacheFormat
 from deepinfer_jax.safetensors_file import CheckpointError
 from deepinfer_jax.sizing import DecodeReads, ModelSize, TokenFlops
+from serving.config import VISION_ROLE, ServingConfig
 from sharding.config_file import ConfigError
 
 _CONTEXTS = (4096, 65536, 1048576)
@@ -43,10 +44,7 @@ class ModelPlan:
         if directory is None:
             config, name = ModelConfig.released(), "DeepSeek-V4.1-Flash, as released"
         else:
-            try:
-                config, name = read_config(directory), str(directory)
-            except CheckpointError as error:
-                raise ConfigError(" ".join(str(error).split())) from error
+            config, name = _config_of(directory), str(directory)
         return cls(name, ModelSize.of(config, CacheFormat(cache_format)))
 
     def kv_costs(self) -> tuple[float, int]:
@@ -220,3 +218,21 @@ def scaled(number: int, unit: str) -> str:
 
 def _whole(number: float) -> int | float:
     return int(number) if number == int(number) else number
+
+
+def check_roles(config: ServingConfig) -> None:
+    """Raise `ConfigError` if a cluster has a role that its model cannot play."""
+    names = [name for name, node in config.cluster.nodes.items() if node.role == VISION_ROLE]
+    if names and _config_of(config.model.directory).vision is None:
+        raise ConfigError(
+            f"cluster.nodes.{names[0]} has the role {VISION_ROLE!r}, and {config.model.directory} "
+            "has no image encoder (no vision_config in config.json); expected a model that takes "
+            "images, or no such node"
+        )
+
+
+def _config_of(directory: Path) -> ModelConfig:
+    try:
+        return read_config(directory)
+    except CheckpointError as error:
+        raise ConfigError(" ".join(str(error).split())) from error

@@ -27,6 +27,7 @@ from serving.frontend.tracing import open_tracer
 from serving.http_service import Front, Tenancy, serve_http
 from serving.kv.whereabouts import Announcer, Here
 from serving.node_process import cluster_key, watch_parent
+from serving.nodes.pools import DECODE
 from serving.nodes.router import Router
 from serving.nodes.values import MemberCard
 from serving.observe import ServiceMetrics
@@ -92,7 +93,7 @@ async def _first_card(router: Router) -> MemberCard:
     """What the first workers say of their model, once there are some of each role."""
     while router.pools.missing_roles:
         await asyncio.sleep(_POLL_S)
-    return router.registry.members()[0].card
+    return router.registry.members(DECODE)[0].card
 
 
 @contextlib.contextmanager
@@ -141,8 +142,8 @@ def _served_model(config: ServingConfig, codec: TextCodec, card: MemberCard) -> 
     return ServedModel(
         name=config.model.served_name,
         codec=codec,
-        vocab_size=card.limits.vocab_size,
-        context_max=card.limits.context_max,
-        eos_token_id=card.limits.eos_token_id,
+        vocab_size=card.engine_limits.vocab_size,
+        context_max=card.engine_limits.context_max,
+        eos_token_id=card.engine_limits.eos_token_id,
         images=ImageReader(card.images, config.images),
     )

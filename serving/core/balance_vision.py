@@ -51,17 +51,23 @@ class VisionBalancer:
         """[num_workers] int64 copy: image tokens in flight."""
         return self._num_tokens.copy()
 
-    def choose(self, num_tokens: int) -> VisionDispatch:
+    def choose(self, num_tokens: int, holder: int | None = None) -> VisionDispatch:
         """Counts an image at a worker, now.
+
+        Args:
+            holder: the worker that is likely to have encoded it before, to which it goes then.
 
         Raises:
             NoWorkerError: no worker is available.
         """
         if not self._speeds.any():
             raise NoWorkerError("no vision worker is available; start one, or wait for one")
-        with np.errstate(divide="ignore"):
-            loads = (self._num_tokens + num_tokens) / self._speeds
-        worker = int(loads.argmin())
+        if holder is not None and self._speeds[holder]:
+            worker = holder
+        else:
+            with np.errstate(divide="ignore"):
+                loads = (self._num_tokens + num_tokens) / self._speeds
+            worker = int(loads.argmin())
         self._num_tokens[worker] += num_tokens
         return VisionDispatch(worker, num_tokens, self._generations[worker])
 
@@ -70,8 +76,16 @@ class VisionBalancer:
         if dispatch.generation == self._generations[dispatch.worker]:
             self._num_tokens[dispatch.worker] -= dispatch.num_tokens
 
-    def set_available(self, worker: int, is_available: bool) -> None:
-        """A worker has come or gone. One that is gone has nothing left to do."""
+    def set_available(self, worker: int, is_available: bool, weight: float | None = None) -> None:
+        """A worker has come, perhaps with another speed, or gone, and has nothing left to do then.
+
+        Raises:
+            ValueError: the weight is not above 0.
+        """
+        if weight is not None:
+            if not weight > 0:
+                raise ValueError(f"weight of worker {worker} is {weight}; expected one above 0")
+            self._weights[worker] = weight
         self._generations[worker] += 1
         self._speeds[worker] = self._weights[worker] if is_available else 0.0
         self._num_tokens[worker] = 0

@@ -30,10 +30,14 @@ step that sampled it, so that a step need not know which rows and shape the one 
 
 @dataclass(frozen=True, slots=True)
 class StepImage:
-    """An image that a prefill step computes: all of it, from token `token_index` of the step."""
+    """An image that a prefill step computes: all of it, from token `token_index` of the step.
+
+    `features` are its rows (`core/image_features.py`) if it was encoded elsewhere.
+    """
 
     token_index: int
     image: RequestImage
+    features: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 def no_copies() -> np.ndarray:

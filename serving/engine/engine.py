@@ -20,7 +20,7 @@ computed, so a prompt gets at least every second step.
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +40,7 @@ from serving.core.engine_status import EngineStatus, Scheduler
 from serving.core.forking import ForkGroups
 from serving.core.grammar import Grammar
 from serving.core.hand_off import HandedContext, HandOffs
+from serving.core.image_features import FeatureShelf
 from serving.core.kv_transfer import KVTransfer
 from serving.core.outputs import add_tokens
 from serving.core.prefill_scheduler import PrefillBudget
@@ -116,6 +117,7 @@ class Engine:
         self._snapshots = SnapshotCopies(self._table)
         self.transfers = PrefixTransfers(self._table, limits)
         self.hand_offs = HandOffs(self._table, self.transfers.next_id)
+        self.features = FeatureShelf()
         self._waiting = WaitingQueue[Sequence]()
         self._forks = ForkGroups()
         self._sequences: dict[str, Sequence] = {}
@@ -181,6 +183,7 @@ class Engine:
 
         What a step in flight still computes for it is dropped.
         """
+        self.features.drop(request_id)
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return None
@@ -288,6 +291,7 @@ class Engine:
             sequence = table.sequences[row]
             assert sequence is not None, f"row {row} is over but empty"
             del self._sequences[sequence.request.request_id]
+            self.features.drop(sequence.request.request_id)
             self.hand_offs.note_end(sequence)
             table.leave(row, SequenceStatus.FINISHED)
         if controlled:
@@ -351,14 +355,18 @@ class Engine:
             sequence = table.sequences[row]
             assert sequence is not None, f"row {row} is planned but empty"
             chunks.append(sequence.tokens(start, start + count))
-            images += [
-                StepImage(num_before + image.start - start, image)
-                for image in sequence.request.images
-                if start <= image.start < start + count
-            ]
+            images += self._step_images(sequence.request, range(start, start + count), num_before)
             num_before += count
         token_ids = np.concatenate(chunks)
         return self._make_plan(StepKind.PREFILL, rows, num_tokens, token_ids, tuple(images))
+
+    def _step_images(self, request: Request, span: range, num_before: int) -> Iterator[StepImage]:
+        """Images that stand at these positions, in a step with so many tokens before them."""
+        for index, image in enumerate(request.images):
+            if image.start in span:
+                is_last = all(o.digest != image.digest for o in request.images[index + 1 :])
+                features = self.features.take(request.request_id, image.digest, is_last)
+                yield StepImage(num_before + image.start - span.start, image, features)
 
     def _plan_decode(self) -> StepPlan | None:
         rows = decode_scheduler.choose_rows(self._table, self.buckets)

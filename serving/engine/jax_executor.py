@@ -18,7 +18,7 @@ step that feeds tokens of a step in flight waits for those.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ from serving.core.buckets import Bucket, BucketTable, StepKind
 from serving.core.controls import LogprobColumns, StepReport
 from serving.core.image_layout import ImageGeometry
 from serving.core.replay import ReplayMode, ReplayRule
-from serving.core.step_plan import LAST_SAMPLED, StepPlan, StepResult
+from serving.core.step_plan import LAST_SAMPLED, StepImage, StepPlan, StepResult
 from serving.engine import control_packing, packing
 from serving.engine.device_controls import DeviceControls
 from serving.engine.kv_moves import BLOCKS_PER_CALL, CacheOwner, KVMoves
@@ -178,14 +178,7 @@ class JaxExecutor(CacheOwner):
         step = self.compiled(plan.kind, plan.bucket, packed.num_tail_tokens)
         more: dict[str, Any] = {"controls": self._controls.of_step(plan)}
         if self._images is not None and plan.kind is StepKind.PREFILL:
-            for place in plan.images:
-                image = place.image
-                grid, where = (
-                    (image.patch_rows, image.patch_cols),
-                    (place.token_index, image.num_tokens),
-                )
-                self._images.add(image.pixels, grid, where)
-            more["image_features"] = self._images.features
+            more["image_features"] = add_images(self._images, plan.images)
         buffer = jax.device_put(packed.buffer, self._buffer_sharding)
         self._copy(plan.restores)
         if self._engram is not None:
@@ -217,17 +210,12 @@ class JaxExecutor(CacheOwner):
     @property
     def image_geometry(self) -> ImageGeometry | None:
         """How images are to be cut into patches; None for a model without an image encoder."""
-        config = self.model_config.vision
-        if config is None:
-            return None
-        return ImageGeometry(
-            token_id=self.model_config.image_token_id,
-            patch_size=config.patch_size,
-            downsample_ratio=config.downsample_ratio,
-            max_image_tokens=config.max_image_tokens,
-            min_pixels=config.min_pixels,
-            max_wh_ratio=config.max_wh_ratio,
-        )
+        return geometry_of(self.model_config)
+
+    @property
+    def feature_form(self) -> str:
+        """What features of images depend on beside the weights; empty without an encoder."""
+        return "" if self._images is None else self._images.description
 
     def compiled(
         self, kind: StepKind, bucket: Bucket, num_tail_tokens: int | None = None
@@ -397,6 +385,32 @@ class JaxExecutor(CacheOwner):
             self._images.compiled = compiled
         self._controls.set_counts, self._copy_slots = compiled["set_counts"], compiled["copy_slots"]
         return {key: compiled[shape.name] for key, shape in shapes.items()}
+
+
+def geometry_of(config: ModelConfig) -> ImageGeometry | None:
+    """How a model's images are cut into patches; None if it takes none."""
+    vision = config.vision
+    if vision is None:
+        return None
+    return ImageGeometry(
+        token_id=config.image_token_id,
+        patch_size=vision.patch_size,
+        downsample_ratio=vision.downsample_ratio,
+        max_image_tokens=vision.max_image_tokens,
+        min_pixels=vision.min_pixels,
+        max_wh_ratio=vision.max_wh_ratio,
+    )
+
+
+def add_images(encoder: ImageEncoder, images: Iterable[StepImage]) -> jax.Array:
+    """The features of a step with these images, of which some may have been encoded elsewhere."""
+    for place in images:
+        image, where = place.image, (place.token_index, place.image.num_tokens)
+        if place.features is None:
+            encoder.add(image.pixels, (image.patch_rows, image.patch_cols), where)
+        else:
+            encoder.add_encoded(place.features, where)
+    return encoder.features
 
 
 def wanted(plan: StepPlan, result: ReportedResult) -> ReportedResult:

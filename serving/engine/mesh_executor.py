@@ -6,6 +6,7 @@ ranks stand one after another. A step sends one buffer for each rank, stacked, o
 receives its own; results come back to all, so that any process can read them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from serving.core.controls import LogprobColumns, StepReport
 from serving.core.step_plan import StepImage, StepPlan, StepResult, join_results
 from serving.engine import packing
 from serving.engine.device_controls import MeshControls
-from serving.engine.jax_executor import COPIES_PER_CALL, JaxExecutor, wanted
+from serving.engine.jax_executor import COPIES_PER_CALL, JaxExecutor, add_images, wanted
 
 
 class MeshExecutor(JaxExecutor):
@@ -42,10 +43,8 @@ class MeshExecutor(JaxExecutor):
         buffers = [nothing if part is None else packing.pack(part).buffer for part in parts]
         more: dict[str, Any] = {"controls": self._controls.of_parts(parts, plan.kind, plan.bucket)}
         if self._images is not None and plan.kind is StepKind.PREFILL:
-            for place in _images_of(parts, plan.bucket):
-                image, where = place.image, (place.token_index, place.image.num_tokens)
-                self._images.add(image.pixels, (image.patch_rows, image.patch_cols), where)
-            more["image_features"] = self._images.features
+            images = _images_of(parts, plan.bucket)
+            more["image_features"] = add_images(self._images, images)
         elif any(part is not None and part.images for part in parts):
             raise ValueError(f"step {plan.step_index} has images; the model has no image encoder")
         buffer = self._put(np.stack(buffers))
@@ -109,7 +108,7 @@ def _copies(part: StepPlan | None, name: str) -> np.ndarray:
 def _images_of(parts: tuple[StepPlan | None, ...], bucket: Bucket) -> tuple[StepImage, ...]:
     """The images of all parts, at their places among the tokens of all ranks."""
     return tuple(
-        StepImage(rank * bucket.num_tokens + place.token_index, place.image)
+        replace(place, token_index=rank * bucket.num_tokens + place.token_index)
         for rank, part in enumerate(parts)
         if part is not None
         for place in part.images

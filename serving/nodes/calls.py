@@ -18,6 +18,7 @@ from serving.nodes.values import NodeId
 class Phase(enum.Enum):
     """How far an attempt has come."""
 
+    ENCODING = "encoding"
     WAITING = "waiting"
     RESERVING = "reserving"
     PREFILLING = "prefilling"
@@ -30,7 +31,8 @@ class Call:
     """A request under way. `since_ns` is when its phase began.
 
     `sequence_id` is its number, in the order of admission; `keys` are those of its prompt's blocks
-    that may be cached; `avoided` names prefill workers whose contexts could not be had.
+    that may be cached; `avoided` names prefill workers whose contexts could not be had;
+    `features` says which vision worker has encoded an image, None for one that was given up.
     """
 
     request: Request
@@ -47,6 +49,7 @@ class Call:
     is_promoted: bool = False
     keys: tuple[PrefixKey, ...] = ()
     avoided: set[NodeId] = field(default_factory=set[NodeId])
+    features: dict[bytes, Member | None] = field(default_factory=dict[bytes, Member | None])
 
     @property
     def urgency(self) -> int:
@@ -92,7 +95,7 @@ class Call:
 
 
 class Calls:
-    """All requests under way. One is in line, or an attempt at it is under way."""
+    """All requests under way. One has its images encoded, is in line, or is being tried."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
@@ -134,10 +137,21 @@ class Calls:
         return self._attempts.get(attempt_id)
 
     def add(self, call: Call) -> None:
-        """A new request, at the end of the line of its priority."""
+        """A new request, at the end of the line of its priority unless its images come first."""
         self._calls[call.request.request_id] = call
         self._num_added += 1
         call.sequence_id = self._num_added
+        if call.phase is Phase.WAITING:
+            self._waiting.add(call)
+
+    def leave_line(self, call: Call, now_ns: int) -> None:
+        """The images of a request are encoded once more."""
+        self._waiting.remove(call)
+        call.enter(Phase.ENCODING, now_ns)
+
+    def line_up(self, call: Call, now_ns: int) -> None:
+        """The images of a request are encoded: it gets in line, where it would be without any."""
+        call.enter(Phase.WAITING, now_ns)
         self._waiting.add(call)
 
     def begin(self, call: Call) -> None:

@@ -17,13 +17,14 @@ from typing import Any, override
 from serving.core.grammar import Grammar
 from serving.core.request import Request, RequestError, TokenDelta
 from serving.engine.engine import Engine
-from serving.nodes import membership, messages, request_spans
+from serving.nodes import feature_pulls, membership, messages, request_spans
 from serving.nodes.decode_worker import PULL, Arrived, DecodeWorker
+from serving.nodes.feature_pulls import FeaturePulls
 from serving.nodes.membership import Membership
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.prefill_worker import LEASE, PrefillWorker
-from serving.nodes.values import HandOffCounts, MemberCard, NodeId, NodeStatus
+from serving.nodes.values import FeatureRef, HandOffCounts, MemberCard, NodeId, NodeStatus
 
 _WORK = (messages.Submit, messages.Prefill, messages.Reserve, messages.TakeOver)
 
@@ -81,6 +82,7 @@ class MemberWorker(MeshWorker):
         self._decode = DecodeWorker(
             self.outbox, engine, card.fingerprint, options.pull_timeout_ns, self._spans
         )
+        self._pulls = FeaturePulls(self.outbox, engine, card.features, options.pull_timeout_ns)
         self._arriving: dict[str, Arrived] = {}
         self._ready: deque[tuple[Arrived, Grammar | None]] = deque()
 
@@ -101,6 +103,7 @@ class MemberWorker(MeshWorker):
     @override
     def is_idle(self) -> bool:
         has_context = self._prefill.num_held or self._decode.num_pulling or self._arriving
+        has_context = has_context or self._pulls.num_pulling
         return not (has_context or self._ready or self._decode.num_reserved) and super().is_idle
 
     def status(self) -> NodeStatus:
@@ -118,7 +121,8 @@ class MemberWorker(MeshWorker):
             refused=dict(prefill.refused),
         )
         offload = None if self._offload is None else self._offload.status()
-        return NodeStatus(self._failure, self._engine.status(), counts, offload)
+        features = self._pulls.counts()
+        return NodeStatus(self._failure, self._engine.status(), counts, offload, features)
 
     @override
     def on_message(self, source: NodeId, message: Message) -> None:
@@ -127,13 +131,17 @@ class MemberWorker(MeshWorker):
         match message:
             case messages.Welcome() | messages.Rejected() | messages.Fenced():
                 self._membership.on_message(message)
-            case messages.Prefill(request, taker):
-                if request.request_id not in self._owners:
-                    self._on_submit(source, self._prefill.begin(request, taker))
-            case messages.Submit(request):
+            case messages.Prefill(request, taker, features):
+                if not self._has_context(request.request_id):
+                    self._pull(source, self._prefill.begin(request, taker), features)
+            case messages.Submit(request, features):
                 # What was kept for it is now what it takes.
                 self._decode.forget(request.request_id)
-                super().on_message(source, message)
+                self._pull(source, request, features)
+            case messages.Features():
+                self._go_on(self._pulls.on_features(message))
+            case messages.FeaturesRefused(digest):
+                self._go_on(self._pulls.on_refused(digest))
             case messages.Reserve():
                 self._decode.on_reserve(source, message)
             case messages.TakeOver(request):
@@ -151,6 +159,8 @@ class MemberWorker(MeshWorker):
                 held = self._prefill.on_read(read)
                 if held is not None:
                     self.outbox.send(self._owners.pop(held.request_id), held)
+            case messages.Undeliverable(_, messages.ReadFeatures(digest)):
+                self._go_on(self._pulls.on_refused(digest))
             case messages.Undeliverable(_, lost):
                 self._decode.on_undeliverable(lost)
             case _:
@@ -164,6 +174,8 @@ class MemberWorker(MeshWorker):
             self._prefill.on_timer(name)
         elif name.startswith(PULL):
             self._decode.on_timer(name)
+        elif name.startswith(feature_pulls.TIMER):
+            self._go_on(self._pulls.on_timer(name))
         else:
             super().on_timer(name)
 
@@ -207,6 +219,7 @@ class MemberWorker(MeshWorker):
     def _fail(self, detail: str) -> None:
         owners = {entry.request.request_id: entry.source for entry, _ in self._ready}
         owners |= {name: entry.source for name, entry in self._arriving.items()}
+        owners |= {request.request_id: source for source, request in self._pulls.drain()}
         for request_id, owner in owners.items():
             self.outbox.send(owner, messages.Failed(request_id, detail))
         self._drop_contexts()
@@ -217,7 +230,18 @@ class MemberWorker(MeshWorker):
     def _has_context(self, request_id: str) -> bool:
         """Whether the context of a request is here already."""
         is_ready = any(entry.request.request_id == request_id for entry, _ in self._ready)
-        return is_ready or request_id in self._arriving or request_id in self._owners
+        is_coming = request_id in self._arriving or request_id in self._pulls
+        return is_ready or is_coming or request_id in self._owners
+
+    def _pull(self, source: NodeId, request: Request, refs: tuple[FeatureRef, ...]) -> None:
+        """A request goes on once the features of its images are here, or cannot be had."""
+        is_new = request.request_id not in self._pulls
+        if is_new and not (self._failure is None and self._pulls.begin(source, request, refs)):
+            self._on_submit(source, request)
+
+    def _go_on(self, requests: list[tuple[NodeId, Request]]) -> None:
+        for source, request in requests:
+            self._on_submit(source, request)
 
     def _on_arrived(self, arrived: Arrived | None) -> None:
         """A context is here whole: the request goes on once its grammar is there, too."""
@@ -252,6 +276,7 @@ class MemberWorker(MeshWorker):
     def _forget(self, request_id: str) -> None:
         self._prefill.forget(request_id)
         self._decode.forget(request_id)
+        self._pulls.forget(request_id)
         self._arriving.pop(request_id, None)
         self._ready = deque(
             entry for entry in self._ready if entry[0].request.request_id != request_id
@@ -262,6 +287,7 @@ class MemberWorker(MeshWorker):
         self._ready.clear()
         self._prefill.reset()
         self._decode.reset()
+        self._pulls.reset()
 
     def _reset(self) -> None:
         """Drops everything; what steps in flight still compute is for nobody."""

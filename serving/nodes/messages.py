@@ -4,14 +4,23 @@ import enum
 from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
+
 from serving.core.buckets import CompiledProgram
 from serving.core.kv_transfer import KVRead
 from serving.core.profiling import ProfileCapture, ProfileRefusal
-from serving.core.request import Request, TokenDelta
+from serving.core.request import Request, RequestImage, TokenDelta
 from serving.core.step_plan import StepResult
 from serving.engine.engine import EngineStatus
 from serving.kv.offload import CacheReply, OffloadStatus
-from serving.nodes.values import HandOffProblem, HandOffRef, MemberCard, NodeId, NodeStatus
+from serving.nodes.values import (
+    FeatureRef,
+    HandOffProblem,
+    HandOffRef,
+    MemberCard,
+    NodeId,
+    NodeStatus,
+)
 
 
 class RefusalReason(enum.Enum):
@@ -24,9 +33,13 @@ class RefusalReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Frontend to worker: serve this request. `Admitted` or `Refused` follows."""
+    """Frontend to worker: serve this request. `Admitted` or `Refused` follows.
+
+    `features` are as in `Prefill`.
+    """
 
     request: Request
+    features: tuple[FeatureRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +245,13 @@ class Prefill:
     """Router to prefill worker: compute a prompt and the first token after it, for `taker`.
 
     `Admitted` or `Refused` follows, then `Tokens` with that token, then `Held`; or `Failed`. If the
-    token ends the request, that is all.
+    token ends the request, that is all. Images of which no features are said to be anywhere are
+    encoded there.
     """
 
     request: Request
     taker: NodeId
+    features: tuple[FeatureRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +328,53 @@ class HandOffDone:
     ref: HandOffRef
 
 
+# --- images ---
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Router to vision worker: encode an image and keep its features for a while.
+
+    `Encoded`, `Refused` or `Failed` follows. `request_id` names this image of one request.
+    """
+
+    request_id: str
+    image: RequestImage
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Vision worker to router: the features of an image can be had here."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFeatures:
+    """Prefill worker to vision worker: send the features of an image.
+
+    `Features` or `FeaturesRefused` follows.
+    """
+
+    digest: bytes
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Vision worker to prefill worker: `rows` [num_tokens, bytes] uint8 of an image."""
+
+    digest: bytes
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesRefused:
+    """Vision worker to prefill worker: those features are not here any more."""
+
+    digest: bytes
+
+
 Message = (
     Submit
     | Admitted
@@ -347,6 +409,11 @@ Message = (
     | Blocks
     | BlocksRefused
     | HandOffDone
+    | Encode
+    | Encoded
+    | ReadFeatures
+    | Features
+    | FeaturesRefused
 )
 
 _DRIVER_ONLY = (StepDone, StepFailed, BlocksRead, CacheReplied, Computed, Crashed, Undeliverable)

@@ -144,7 +144,7 @@ class WorkerPools:
             self._cost = card.prefill_cost or _BY_TOKENS
             policy = self._prefill = PrefillBalancer(PLACES_MAX, self._cost)
         elif role == DECODE and self._decode is None:
-            limits = card.limits
+            limits = card.engine_limits
             num_tokens = (limits.num_blocks - 1) * limits.block_size
             policy = self._decode = DecodeBalancer(PLACES_MAX, limits.num_slots - 1, num_tokens)
         else:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from serving.nodes.values import MemberCard, NodeId, NodeStatus
 
-WORKER_ROLES = ("prefill", "decode")
+VISION = "vision"
+WORKER_ROLES = ("prefill", "decode", VISION)
 
 
 class JoinRefusedError(ValueError):
@@ -123,6 +124,14 @@ class Registry:
         for other in self._members.values():
             if other.node_id == node_id:
                 continue
+            if other.card.features != card.features:
+                raise JoinRefusedError(
+                    f"{node_id} has features of images of {_name_of(card.features)} and "
+                    f"{other.node_id} of {_name_of(other.card.features)}; expected the same model "
+                    "and number format on all workers"
+                )
+            if card.limits is None or other.card.limits is None:
+                continue
             if other.card.fingerprint != card.fingerprint:
                 raise JoinRefusedError(
                     f"{node_id} has KV of {card.fingerprint.hex()[:16]} and {other.node_id} of "
@@ -138,14 +147,18 @@ class Registry:
                 )
 
 
+def _name_of(features: bytes) -> str:
+    return features.hex()[:16] or "no model"
+
+
 def _sizes(card: MemberCard, is_same_role: bool) -> tuple[int, ...]:
-    limits = card.limits
+    limits = card.engine_limits
     pools = (limits.num_slots, limits.num_blocks) if is_same_role else ()
     return limits.context_max, limits.vocab_size, *pools
 
 
 def _sizes_text(card: MemberCard) -> str:
-    limits = card.limits
+    limits = card.engine_limits
     return (
         f"a context of {limits.context_max} tokens, {limits.num_slots - 1} slots and "
         f"{limits.num_blocks - 1} blocks"

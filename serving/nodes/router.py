@@ -1,6 +1,7 @@
 """The node between frontend and workers: it knows who is there, and where every request is.
 
     Submit -> Admitted                                        the request waits for room
+           -> Encode -> Encoded                               first its images, at vision workers
            -> Reserve -> Reserved                             room at a decode worker
            -> Prefill -> Tokens (one), Held                   at a prefill worker
            -> TakeOver -> HandedOver, Tokens, Tokens, ...     at the decode worker
@@ -36,10 +37,11 @@ from serving.nodes import messages, request_spans
 from serving.nodes.calls import Call, Calls, Phase
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import Outbox
-from serving.nodes.pools import DECODE, PLACES_MAX, WorkerPools
-from serving.nodes.registry import JoinRefusedError, Member, Registry
+from serving.nodes.pools import DECODE, PLACES_MAX, PREFILL, WorkerPools
+from serving.nodes.registry import VISION, JoinRefusedError, Member, Registry
 from serving.nodes.request_spans import RequestSpans
 from serving.nodes.values import HandOffRef, NodeId
+from serving.nodes.vision_pool import VisionPool
 
 SWEEP = "sweep"
 RETRY = "retry"
@@ -63,6 +65,7 @@ class RouterOptions:
         stranded_ns: how long a request waits while a role has no worker at all.
         waiting_max: requests that may wait for room.
         attempts_max: how often a request is started before it is given up.
+        images_waiting_max: images that may wait for vision workers.
         local_prefill_ms: prompts predicted to take no longer are computed where they decode.
     """
 
@@ -74,6 +77,7 @@ class RouterOptions:
     waiting_max: int
     attempts_max: int = 4
     local_prefill_ms: float = 0.0
+    images_waiting_max: int = 256
 
 
 class Router:
@@ -82,6 +86,7 @@ class Router:
     Attributes:
         registry: who is there.
         pools: who of them can be given requests.
+        vision: who of them can be given images.
         num_restarted: attempts that were given up for another one.
         num_stale: messages under names of attempts that are over.
     """
@@ -97,6 +102,7 @@ class Router:
         self._options = options
         self._random = random_source
         self.pools = WorkerPools(self.registry, options.local_prefill_ms)
+        self.vision = VisionPool(self.outbox, self.registry, PLACES_MAX)
         self._calls = Calls()
         self._known = KnownPrefixes(_KNOWN_MAX)
         self._spans = RequestSpans(node_id, self.outbox, clock)
@@ -133,7 +139,7 @@ class Router:
                     "pid": member.card.pid,
                     "state": member.state,
                     "silent_s": round(s_of_ns(now_ns - member.seen_ns), 3),
-                    "load": self.pools.loads(member),
+                    "load": self._load(member),
                     "status": member.status,
                 }
                 for member in self.registry.members()
@@ -141,6 +147,7 @@ class Router:
             "missing_roles": self.pools.missing_roles,
             "requests": self.phases(),
             "num_waiting": self.num_waiting,
+            "num_waiting_images": self.vision.num_images,
             "num_restarted": self.num_restarted,
             "num_stale": self.num_stale,
         }
@@ -199,6 +206,9 @@ class Router:
         # Samples of one prompt may go to different workers.
         request = replace(request, sampling=sampling, fork_group=None)
         call = Call(request, source, self._clock.now_ns(), keys=self._keys_of(request))
+        if self.vision.must_encode(call):
+            self._enter(call, Phase.ENCODING)
+            self.vision.begin(call, call.since_ns)
         self._calls.add(call)
         self._spans.enter(request, request_spans.QUEUE)
         self.outbox.send(source, messages.Admitted(request_id))
@@ -206,7 +216,7 @@ class Router:
 
     def _refusal(self, request: Request) -> messages.Refused | None:
         request_id = request.request_id
-        members = self.registry.members(DECODE) or self.registry.members()
+        members = self.registry.members(DECODE) or self.registry.members(PREFILL)
         if not members:
             detail = "there is no worker"
             return messages.Refused(request_id, RefusalReason.UNAVAILABLE, detail)
@@ -215,19 +225,24 @@ class Router:
             {StepKind.PREFILL: card.prefill_buckets, StepKind.DECODE: card.decode_buckets}
         )
         try:
-            check_request(request, card.limits, buckets)
+            check_request(request, card.engine_limits, buckets)
         except RequestError as error:
             return messages.Refused(request_id, RefusalReason.INVALID, str(error), error.param)
         limit = self._options.waiting_max
         if self.num_waiting >= limit:
             detail = f"{limit} requests wait for room already; send it again later"
             return messages.Refused(request_id, RefusalReason.BUSY, detail)
+        num_images, limit = self.vision.num_images, self._options.images_waiting_max
+        if request.images and num_images and num_images + len(request.images) > limit:
+            detail = f"{num_images} images wait to be encoded already; send it again later"
+            return messages.Refused(request_id, RefusalReason.BUSY, detail)
         return None
 
     def _worker_status(self, query_id: int) -> messages.WorkerStatus:
         missing = self.pools.missing_roles
         failure = f"no {' and no '.join(missing)} worker is there" if missing else None
-        total = total_status([m.status.engine for m in self.registry.members() if m.status])
+        statuses = [m.status.engine for m in self.registry.members() if m.status]
+        total = total_status([status for status in statuses if status is not None])
         num_waiting = total.num_waiting + self.num_waiting
         return messages.WorkerStatus(query_id, failure, replace(total, num_waiting=num_waiting))
 
@@ -244,14 +259,22 @@ class Router:
         members = self.registry.members(DECODE)
         if not members or not self.pools.has_tiers:
             return ()
-        return prompt_keys(request, members[0].card.limits)
+        return prompt_keys(request, members[0].card.engine_limits)
 
     def _num_cached(self, call: Call) -> int:
         """Tokens of a prompt that are probably stored."""
-        block_size = self.registry.members(DECODE)[0].card.limits.block_size if call.keys else 0
-        return self._known.num_usable(call.keys) * block_size
+        if not call.keys:
+            return 0
+        limits = self.registry.members(DECODE)[0].card.engine_limits
+        return self._known.num_usable(call.keys) * limits.block_size
 
     def _start(self, call: Call) -> bool:
+        """Begins an attempt, or has its images encoded; False if there is no room."""
+        if self.vision.must_encode(call):
+            now_ns = self._clock.now_ns()
+            self._calls.leave_line(call, now_ns)
+            self.vision.begin(call, now_ns)
+            return True
         place = self.pools.place
         placement = call.placement = place(call.num_tokens, self._num_cached(call), call.avoided)
         if placement is None:
@@ -272,6 +295,10 @@ class Router:
         """A worker says something of one attempt."""
         attempt_id = getattr(message, "request_id", None)
         if attempt_id is None:
+            return
+        if attempt_id in self.vision:
+            encoded = self.vision.on_message(source, attempt_id, message)
+            self._line_up([] if encoded is None else [encoded])
             return
         call = self._calls.of_attempt(attempt_id)
         if call is None or not call.is_at(source):
@@ -305,11 +332,18 @@ class Router:
         self._spans.enter(call.request, request_spans.ATTEMPT, number=call.attempt, **where)
         if placement.prefill is None:
             self._enter(call, Phase.DECODING)
-            self.outbox.send(decode, messages.Submit(call.current()))
+            self.outbox.send(decode, messages.Submit(call.current(), self.vision.refs(call)))
             return
         self._enter(call, Phase.PREFILLING)
-        prefill = messages.Prefill(call.current(), decode)
+        prefill = messages.Prefill(call.current(), decode, self.vision.refs(call))
         self.outbox.send(placement.prefill.node_id, prefill)
+
+    def _line_up(self, encoded: list[Call]) -> None:
+        """The images of these requests are waited for no more."""
+        for call in encoded:
+            self._calls.line_up(call, self._clock.now_ns())
+        if encoded:
+            self._start_waiting()
 
     def _on_held(self, call: Call, ref: HandOffRef) -> None:
         prefill, decode = call.pair()
@@ -369,6 +403,8 @@ class Router:
     def _leave_workers(self, call: Call, ended_at: NodeId | None = None) -> None:
         """Gives back what the current attempt has at its workers."""
         self._calls.end_attempt(call)
+        if call.phase is Phase.ENCODING:
+            self.vision.abandon(call)
         placement, call.placement = call.placement, None
         if placement is None:
             return
@@ -421,7 +457,7 @@ class Router:
             return
         # Before anything else: it takes no work that comes before.
         self.outbox.send(source, messages.Welcome(generation, self._options.heartbeat_ns))
-        self.pools.refresh(member)
+        self._pool_of(member).refresh(member)
         self._start_waiting()
 
     def _on_heartbeat(self, source: NodeId, beat: messages.Heartbeat) -> None:
@@ -431,11 +467,21 @@ class Router:
         if member is None:
             self.outbox.send(source, messages.Fenced(beat.generation))
             return
-        self.pools.refresh(member)
+        self._pool_of(member).refresh(member)
+
+    def _pool_of(self, member: Member) -> WorkerPools | VisionPool:
+        return self.vision if member.node_id.role == VISION else self.pools
+
+    def _load(self, member: Member) -> dict[str, float]:
+        is_vision = member.node_id.role == VISION
+        return self.vision.load(member) if is_vision else self.pools.loads(member)
 
     def _lose(self, member: Member, detail: str) -> None:
         """A worker's life is over: its requests start again elsewhere."""
         self.registry.remove(member.node_id)
+        if member.node_id.role == VISION:
+            self._line_up(self.vision.lose(member, self._clock.now_ns()))
+            return
         self.pools.lose(member)
         for call in [c for c in self._calls if c.is_at(member.node_id)]:
             self._restart(call, detail)
@@ -453,6 +499,7 @@ class Router:
                 if call.phase is Phase.PULLING:
                     self._avoid_holder(call)
                 self._restart(call, f"no answer while {call.phase.value}")
+        self._line_up(self.vision.sweep(now_ns, self._options.answer_ns))
         self._give_up_stranded(now_ns)
 
     def _give_up_stranded(self, now_ns: int) -> None:
@@ -470,6 +517,9 @@ class Router:
 
     def _on_undeliverable(self, destination: NodeId, lost: object) -> None:
         match lost:
+            case messages.Encode(name):
+                self.vision.on_undeliverable(name)
+                return
             case messages.Reserve(attempt_id):
                 pass
             case messages.Prefill(request) | messages.TakeOver(request) | messages.Submit(request):

@@ -19,6 +19,7 @@ from deepinfer_jax.batch import IMAGE_FEATURE, StepShape
 from deepinfer_jax.model import forward, logits
 from serving import LLM, SamplingParams
 from serving.core.request import Request, RequestImage
+from serving.engine.engine import Engine, run_step
 from serving.frontend.images import EncodedPrompt
 from tests.deepinfer_jax import golden_model
 from tests.e2e.pictures import chat, picture
@@ -120,6 +121,31 @@ def test_http_answers_equal_offline_ones(server: ServerProcess, llm: LLM) -> Non
     assert text.rstrip("\ufffd") == offline.text.rstrip("\ufffd")
     assert again.choices[0].message == said
     assert server.metric("deepinfer_kv_blocks_free") == free_blocks
+
+
+def test_features_made_elsewhere_give_the_same_tokens(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = llm.generate([CHAT], GREEDY)
+    prompt, engine = llm._encode(CHAT), llm._engine
+    assert isinstance(engine, Engine)
+    executor: Any = llm._model.executor
+    for image in prompt.images:
+        grid = (image.patch_rows, image.patch_cols)
+        rows = executor._images.encoded(image.pixels, grid, image.num_tokens)
+        assert rows.dtype == np.uint8 and rows.shape == (image.num_tokens, 4 * 64)
+        engine.features.put("given", image.digest, rows)
+    # Nothing is encoded by the steps.
+    monkeypatch.setattr(executor._images, "add", None)
+    engine.admit(
+        Request("given", prompt.token_ids, GREEDY, images=prompt.images, cache_salt="alone")
+    )
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [token for d in run_step(engine, executor) for token in d.token_ids]
+    assert tokens == expected.token_ids and engine.features.num_bytes == 0
+    with pytest.raises(ValueError, match=r"\[2, 8\]; expected at most 64 rows of 256 bytes"):
+        executor._images.add_encoded(np.zeros((2, 8), np.uint8), (0, 2))
 
 
 def test_a_plan_with_images_needs_an_encoder(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_clusters_know_where_their_nodes_listen(tmp_path: Path) -> None:
     assert deployed.address_of("prefill-1") == "tcp://prefill-1.prefill:7001"
     shipped = load_config(CONFIGS_DIR / "disaggregated.toml").cluster
     counts = {role: len(shipped.named(role)) for role in (*WORKER_ROLES, *TIER_ROLES)}
-    assert counts == {"prefill": 2, "decode": 2, "storage": 12, "metadata": 1}
+    assert counts == {"prefill": 2, "decode": 2, "vision": 1, "storage": 12, "metadata": 1}
 
 
 TIERS = """

@@ -43,3 +43,21 @@ def test_a_worker_that_is_gone_gets_nothing_and_owes_nothing() -> None:
 def test_wrong_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="expected one above 0 for each worker"):
         VisionBalancer(weights)
+
+
+def test_an_image_goes_to_who_had_it_if_that_one_is_there() -> None:
+    pool = VisionBalancer([1.0, 1.0])
+    pool.choose(100, 1)
+    assert pool.choose(100, 1).worker == 1
+    pool.set_available(1, False)
+    assert pool.choose(100, 1).worker == 0
+
+
+def test_a_worker_that_comes_back_may_be_faster() -> None:
+    pool = VisionBalancer([1.0, 1.0])
+    pool.set_available(0, True, 3.0)
+    for _ in range(40):
+        pool.choose(10)
+    np.testing.assert_array_equal(pool.num_tokens, [300, 100])
+    with pytest.raises(ValueError, match="weight of worker 0 is -1.0"):
+        pool.set_available(0, True, -1.0)

@@ -52,6 +52,12 @@ def make_image(start: int, num_tokens: int, name: int = 0) -> RequestImage:
     return RequestImage(start, num_tokens, 1, 1, name.to_bytes(2), pixels)
 
 
+def features_of(image: RequestImage) -> np.ndarray:
+    """What a vision worker gives for an image."""
+    rows = np.arange(image.num_tokens, dtype=np.uint8)[:, None]
+    return np.tile(rows + np.frombuffer(image.digest, np.uint8).sum(dtype=np.uint8), 4)
+
+
 def _image_values(image: RequestImage) -> list[int]:
     """What stands for an image's tokens: no token id, and another number at each place."""
     first = _IMAGE_VALUES * (1 + int.from_bytes(image.digest))
@@ -92,6 +98,8 @@ class SimulatedDevice:
         self._slots = np.full((limits.num_slots + limits.num_snapshots, ROLLBACK_MAX + 1, 4), -1)
         self._replay = limits.replay
         self.num_left_out = self.num_references = 0
+        # Images that steps had to encode, and those that came as features.
+        self.num_encoded = self.num_given = 0
         self.tails: list[int | None] = []
         self._sampled = np.full(limits.num_slots, -1)
         self._num_drafts = limits.num_drafts
@@ -166,6 +174,10 @@ class SimulatedDevice:
         """Tokens that the rows in use sample, and how sure the device is of its next drafts."""
         sampled: list[list[int]] = []
         for place in plan.images:
+            self.num_encoded += place.features is None
+            if place.features is not None:
+                self.num_given += 1
+                np.testing.assert_array_equal(place.features, features_of(place.image))
             values = _image_values(place.image)
             there = step.token_ids[place.token_index :][: len(values)]
             assert (there == IMAGE_FEATURE).all(), f"{place} does not stand at its place"

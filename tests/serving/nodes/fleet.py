@@ -13,7 +13,7 @@ from typing import Any
 
 from serving.core.buckets import StepKind
 from serving.core.kv_transfer import KVTransfer
-from serving.core.request import Request, SamplingParams
+from serving.core.request import Request, RequestImage, SamplingParams
 from serving.core.step_plan import StepPlan
 from serving.engine.engine import Engine
 from serving.nodes import messages
@@ -21,16 +21,18 @@ from serving.nodes.member_worker import MemberOptions, MemberWorker
 from serving.nodes.messages import Message
 from serving.nodes.node import Compute, Connect, Execute, Node, Quit, Send, SetTimer, Trace
 from serving.nodes.router import Router, RouterOptions
-from serving.nodes.values import MemberCard, NodeId
+from serving.nodes.values import MemberCard, NodeId, VisionStatus
+from serving.nodes.vision_worker import VisionOptions, VisionWorker
 from serving.observe import SpanNote
 from serving.transport.codec import Codec, Parcel, WireError
 from tests.serving.engine.checked_engine import BUCKETS, make_limits
 from tests.serving.engine.prompts import prompt_of
-from tests.serving.engine.simulated_device import SimulatedDevice
+from tests.serving.engine.simulated_device import SimulatedDevice, features_of
 
 ROUTER, FRONTEND = NodeId("router", "0"), NodeId("frontend", "0")
 MS = 1_000_000
 STEP_NS = 10 * MS
+FEATURES = b"i" * 32
 OPTIONS = RouterOptions(
     code_version="1",
     heartbeat_ns=100 * MS,
@@ -75,6 +77,8 @@ class Fleet:
         num_prefill: int = 2,
         num_decode: int = 2,
         options: RouterOptions = OPTIONS,
+        num_vision: int = 0,
+        vision_bytes: int = 2**20,
         **sizes: Any,
     ) -> None:
         self.clock = VirtualClock()
@@ -96,6 +100,9 @@ class Fleet:
         self._perform(ROUTER)
         self.prefill = [self.add("prefill", str(n)) for n in range(num_prefill)]
         self.decode = [self.add("decode", str(n)) for n in range(num_decode)]
+        self.encode_ns = MS
+        self.vision_bytes = vision_bytes
+        self.vision = [self.add_vision(str(n)) for n in range(num_vision)]
 
     def add(self, role: str, name: str, **card: Any) -> NodeId:
         """Start a worker, or start it anew."""
@@ -110,6 +117,7 @@ class Fleet:
                 "limits": limits,
                 "prefill_buckets": tuple(BUCKETS.of(StepKind.PREFILL)),
                 "decode_buckets": tuple(BUCKETS.of(StepKind.DECODE)),
+                "features": FEATURES,
                 **card,
             }
         )
@@ -126,11 +134,59 @@ class Fleet:
         self._perform(node_id)
         return node_id
 
+    def add_vision(self, name: str, **card: Any) -> NodeId:
+        """Start a vision worker, or start it anew."""
+        node_id = NodeId("vision", name)
+        life = self.places[node_id].life + 1 if node_id in self.places else 0
+        told = MemberCard(
+            **{
+                "address": f"ipc://{node_id}",
+                "code_version": "1",
+                "fingerprint": b"",
+                "limits": None,
+                "features": FEATURES,
+                **card,
+            }
+        )
+        worker = VisionWorker(
+            node_id,
+            features_of,
+            VisionOptions(ROUTER, told, self.vision_bytes, 8, 10**12),
+            random.Random(f"{node_id} {life}"),
+        )
+        self.places[node_id] = Place(worker, life=life)
+        worker.start()
+        self._perform(node_id)
+        return node_id
+
+    def vision_worker(self, node_id: NodeId) -> VisionWorker:
+        """The vision worker of a name."""
+        node = self.places[node_id].node
+        assert isinstance(node, VisionWorker)
+        return node
+
+    def vision_status(self, node_id: NodeId) -> VisionStatus:
+        """How a vision worker is."""
+        status = self.vision_worker(node_id).status().vision
+        assert status is not None
+        return status
+
+    def device(self, node_id: NodeId) -> SimulatedDevice:
+        """The device of a worker."""
+        device = self.places[node_id].device
+        assert device is not None
+        return device
+
     def worker(self, node_id: NodeId) -> MemberWorker:
         """The worker of a name."""
         node = self.places[node_id].node
         assert isinstance(node, MemberWorker)
         return node
+
+    def is_running(self, node_id: NodeId) -> bool:
+        """Whether a worker's engine has requests."""
+        engine = self.worker(node_id).status().engine
+        return engine is not None and engine.num_running > 0
 
     def kill(self, node_id: NodeId) -> None:
         """The process is gone."""
@@ -149,12 +205,23 @@ class Fleet:
             call()
 
     def submit(
-        self, name: str, length: int = 10, salt: int = 0, traceparent: str = "", **sampling: Any
+        self,
+        name: str,
+        length: int = 10,
+        salt: int = 0,
+        images: tuple[RequestImage, ...] = (),
+        traceparent: str = "",
+        **sampling: Any,
     ) -> Request:
         """A request of the frontend."""
         params = {"max_tokens": 12, "temperature": 0.5, "seed": 3, "ignore_eos": True, **sampling}
-        prompt = tuple(prompt_of(length, salt))
-        request = Request(name, prompt, SamplingParams(**params), traceparent=traceparent)
+        request = Request(
+            name,
+            tuple(prompt_of(length, salt)),
+            SamplingParams(**params),
+            images=images,
+            traceparent=traceparent,
+        )
         self.give(FRONTEND, ROUTER, messages.Submit(request))
         return request
 
@@ -191,14 +258,22 @@ class Fleet:
 
     def check_at_rest(self) -> None:
         """Nobody holds anything."""
-        assert self.router.num_calls == self.router.num_waiting == 0
+        assert (
+            self.router.num_calls == self.router.num_waiting == self.router.vision.num_images == 0
+        )
         for node_id, place in self.places.items():
             if node_id == ROUTER or not place.is_alive:
                 continue
+            if node_id.role == "vision":
+                status = self.vision_status(node_id)
+                assert not status.num_waiting and not status.num_encoding
+                continue
             worker = self.worker(node_id)
             status = worker.status()
+            assert not status.features.held_bytes, f"{node_id}: {status.features}"
             assert worker.is_idle, f"{node_id}: {status}"
             engine = status.engine
+            assert engine is not None
             assert engine.num_free_slots == engine.num_slots and not engine.num_waiting
             assert engine.num_free_blocks == engine.num_blocks
 
@@ -260,7 +335,8 @@ class Fleet:
                     pass
                 case Compute(key, job):
                     computed = messages.Computed(key, job())
-                    self._at(MS, node_id, lambda c=computed: self.give(node_id, node_id, c))
+                    delay_ns = self.encode_ns if node_id.role == "vision" else MS
+                    self._at(delay_ns, node_id, lambda c=computed: self.give(node_id, node_id, c))
                 case _:
                     raise AssertionError(effect)
 

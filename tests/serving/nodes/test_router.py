@@ -162,7 +162,7 @@ def test_what_a_fenced_worker_still_says_is_dropped() -> None:
     fleet = Fleet(1, 2)
     request = fleet.submit("a", 10, max_tokens=50)
     fleet.run(5, until=lambda: len(fleet.tokens.get("a", [])) == 5)
-    (at,) = [node for node in fleet.decode if fleet.worker(node).status().engine.num_running]
+    (at,) = [node for node in fleet.decode if fleet.is_running(node)]
     # It runs on, but is not heard of.
     fleet.cut = {(at, ROUTER)}
     fleet.run(5, until=lambda: fleet.router.num_restarted == 1)
@@ -225,7 +225,7 @@ def test_a_draining_worker_finishes_and_gets_nothing_more() -> None:
     fleet = Fleet(1, 2)
     request = fleet.submit("a", max_tokens=40)
     fleet.run(5, until=lambda: len(fleet.tokens.get("a", [])) == 3)
-    (at,) = [node for node in fleet.decode if fleet.worker(node).status().engine.num_running]
+    (at,) = [node for node in fleet.decode if fleet.is_running(node)]
     fleet.worker(at).drain()
     fleet.run(0.15)
     names = [fleet.submit(f"b{n}", salt=n).request_id for n in range(6)]
@@ -239,7 +239,7 @@ def test_a_worker_with_a_broken_device_is_replaced() -> None:
     fleet = Fleet(1, 2)
     request = fleet.submit("a", max_tokens=30)
     fleet.run(5, until=lambda: len(fleet.tokens.get("a", [])) == 3)
-    (at,) = [node for node in fleet.decode if fleet.worker(node).status().engine.num_running]
+    (at,) = [node for node in fleet.decode if fleet.is_running(node)]
     fleet.give(at, at, messages.Crashed("the device is on fire"))
     fleet.run(10, until=lambda: is_over(fleet, "a"))
     assert fleet.tokens["a"] == expected_tokens(request, 3, CONTEXT_MAX)
@@ -268,7 +268,7 @@ def test_seeds_are_drawn_once_for_all_attempts() -> None:
     prefills = [m for _, _, m in fleet.sent if isinstance(m, messages.Prefill)]
     seed = prefills[0].request.sampling.seed
     assert seed is not None
-    (at,) = [node for node in fleet.decode if fleet.worker(node).status().engine.num_running]
+    (at,) = [node for node in fleet.decode if fleet.is_running(node)]
     fleet.kill(at)
     fleet.run(10, until=lambda: is_over(fleet, "a"))
     prefills = [m for _, _, m in fleet.sent if isinstance(m, messages.Prefill)]
@@ -294,7 +294,7 @@ def test_one_that_is_lost_there_goes_on_elsewhere(how: str) -> None:
     fleet = Fleet(1, 2, replace(OPTIONS, local_prefill_ms=60.0))
     request = fleet.submit("a", 10, max_tokens=40)
     fleet.run(5, until=lambda: len(fleet.tokens.get("a", [])) == 5)
-    (at,) = [node for node in fleet.decode if fleet.worker(node).status().engine.num_running]
+    (at,) = [node for node in fleet.decode if fleet.is_running(node)]
     fleet.kill(at) if how == "kill" else fleet.stop(at)
     fleet.run(10, until=lambda: is_over(fleet, "a"))
     if how == "stop":
