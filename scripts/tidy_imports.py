@@ -47,6 +47,7 @@ NODES_ORDER = (
         "storage_node",
         "metadata_node",
     ),
+    ("reception",),
     ("vision_pool",),
     ("calls",),
     ("block_service", "kv_offload", "membership", "pools"),

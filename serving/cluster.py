@@ -25,7 +25,8 @@ from serving.kv.store import PayloadForm
 from serving.nodes.member_worker import MemberOptions, MemberWorker
 from serving.nodes.mesh_worker import MeshWorker
 from serving.nodes.node import Node, NodeId
-from serving.nodes.router import Router, RouterOptions
+from serving.nodes.reception import RouterOptions
+from serving.nodes.router import Router
 from serving.nodes.values import MemberCard
 from serving.nodes.vision_worker import Encode, VisionOptions, VisionWorker
 from sharding.config_file import ConfigError

@@ -20,24 +20,22 @@ a decode worker dies, and frontend and router are one process.
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from msgspec import structs
 
 from serving.clock import Clock, s_of_ns
-from serving.core.admission import check_request
-from serving.core.buckets import BucketTable, StepKind
-from serving.core.engine_status import total_status
 from serving.core.known_prefixes import KnownPrefixes
 from serving.core.prefix import PrefixKey
 from serving.core.prefix_transfer import prompt_keys
 from serving.core.profiling import ProfileProblem, ProfileRefusal
-from serving.core.request import Request, RequestError, TokenDelta
+from serving.core.request import Request, TokenDelta
 from serving.nodes import messages, request_spans
 from serving.nodes.calls import Call, Calls, Phase
 from serving.nodes.messages import Message, RefusalReason
 from serving.nodes.node import Outbox
-from serving.nodes.pools import DECODE, PLACES_MAX, PREFILL, WorkerPools
+from serving.nodes.pools import DECODE, PLACES_MAX, WorkerPools
+from serving.nodes.reception import Reception, RouterOptions
 from serving.nodes.registry import VISION, JoinRefusedError, Member, Registry
 from serving.nodes.request_spans import RequestSpans
 from serving.nodes.values import HandOffRef, NodeId
@@ -51,33 +49,6 @@ _RETRY_NS = 50_000_000
 
 _KNOWN_MAX = 500_000
 """Blocks of prompts that are remembered as computed: of 64 million tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterOptions:
-    """How a router works.
-
-    Attributes:
-        code_version: of this program; workers must have the same.
-        heartbeat_ns: how often workers are to be heard of.
-        lost_ns: a worker that is silent for so long is lost.
-        answer_ns: how long a decode worker may take to keep room, or to pull a context.
-        stranded_ns: how long a request waits while a role has no worker at all.
-        waiting_max: requests that may wait for room.
-        attempts_max: how often a request is started before it is given up.
-        images_waiting_max: images that may wait for vision workers.
-        local_prefill_ms: prompts predicted to take no longer are computed where they decode.
-    """
-
-    code_version: str
-    heartbeat_ns: int
-    lost_ns: int
-    answer_ns: int
-    stranded_ns: int
-    waiting_max: int
-    attempts_max: int = 4
-    local_prefill_ms: float = 0.0
-    images_waiting_max: int = 256
 
 
 class Router:
@@ -104,6 +75,7 @@ class Router:
         self.pools = WorkerPools(self.registry, options.local_prefill_ms)
         self.vision = VisionPool(self.outbox, self.registry, PLACES_MAX)
         self._calls = Calls()
+        self._reception = Reception(self.registry, self.pools, self.vision, self._calls, options)
         self._known = KnownPrefixes(_KNOWN_MAX)
         self._spans = RequestSpans(node_id, self.outbox, clock)
         # Set while those that said that they have no room are left alone.
@@ -170,7 +142,7 @@ class Router:
             case messages.Join(generation, card):
                 self._on_join(source, generation, card)
             case messages.QueryStatus(query_id):
-                self.outbox.send(source, self._worker_status(query_id))
+                self.outbox.send(source, self._reception.worker_status(query_id))
             case messages.Profile(query_id):
                 detail = "traces are made by the server of a single worker"
                 refusal = ProfileRefusal(ProfileProblem.OFF, detail)
@@ -195,7 +167,7 @@ class Router:
         request_id = request.request_id
         if self._calls.get(request_id) is not None:
             return  # A duplicate: the first one is being served.
-        refused = self._refusal(request)
+        refused = self._reception.refusal(request)
         if refused is not None:
             self.outbox.send(source, refused)
             return
@@ -213,38 +185,6 @@ class Router:
         self._spans.enter(request, request_spans.QUEUE)
         self.outbox.send(source, messages.Admitted(request_id))
         self._start_waiting()
-
-    def _refusal(self, request: Request) -> messages.Refused | None:
-        request_id = request.request_id
-        members = self.registry.members(DECODE) or self.registry.members(PREFILL)
-        if not members:
-            detail = "there is no worker"
-            return messages.Refused(request_id, RefusalReason.UNAVAILABLE, detail)
-        card = members[0].card
-        buckets = BucketTable(
-            {StepKind.PREFILL: card.prefill_buckets, StepKind.DECODE: card.decode_buckets}
-        )
-        try:
-            check_request(request, card.engine_limits, buckets)
-        except RequestError as error:
-            return messages.Refused(request_id, RefusalReason.INVALID, str(error), error.param)
-        limit = self._options.waiting_max
-        if self.num_waiting >= limit:
-            detail = f"{limit} requests wait for room already; send it again later"
-            return messages.Refused(request_id, RefusalReason.BUSY, detail)
-        num_images, limit = self.vision.num_images, self._options.images_waiting_max
-        if request.images and num_images and num_images + len(request.images) > limit:
-            detail = f"{num_images} images wait to be encoded already; send it again later"
-            return messages.Refused(request_id, RefusalReason.BUSY, detail)
-        return None
-
-    def _worker_status(self, query_id: int) -> messages.WorkerStatus:
-        missing = self.pools.missing_roles
-        failure = f"no {' and no '.join(missing)} worker is there" if missing else None
-        statuses = [m.status.engine for m in self.registry.members() if m.status]
-        total = total_status([status for status in statuses if status is not None])
-        num_waiting = total.num_waiting + self.num_waiting
-        return messages.WorkerStatus(query_id, failure, replace(total, num_waiting=num_waiting))
 
     # --- starting requests ---
 

@@ -20,7 +20,8 @@ from serving.nodes import messages
 from serving.nodes.member_worker import MemberOptions, MemberWorker
 from serving.nodes.messages import Message
 from serving.nodes.node import Compute, Connect, Execute, Node, Quit, Send, SetTimer, Trace
-from serving.nodes.router import Router, RouterOptions
+from serving.nodes.reception import RouterOptions
+from serving.nodes.router import Router
 from serving.nodes.values import MemberCard, NodeId, VisionStatus
 from serving.nodes.vision_worker import VisionOptions, VisionWorker
 from serving.observe import SpanNote
