@@ -128,13 +128,16 @@ class CacheTransfers:
         """
         return jax.default_backend() != "cpu"
 
-    def put(self, data: np.ndarray) -> jax.Array:
+    def put(self, group: int, data: np.ndarray) -> jax.Array:
         """Begin to copy blocks [K, group bytes] uint8 of a layer group to the device, as one array.
+
+        In a trace of the profiler it is called `kv_swap_in`, with the group.
 
         Raises:
             ValueError: more blocks than one write may have.
         """
-        return jax.device_put(self._padded(data))
+        with jax.profiler.TraceAnnotation("kv_swap_in", group=group):
+            return jax.device_put(self._padded(data))
 
     def write_group(self, cache: KVCache, group: int, blocks: np.ndarray, data: Any) -> KVCache:
         """The cache with other content in the blocks [K] int32 of a layer group.

@@ -43,8 +43,8 @@ class GroupCopies(Protocol):
         """Whether a copy begins when everything that was dispatched before it is over."""
         ...
 
-    def put(self, data: np.ndarray) -> Any:
-        """Begin to copy blocks [K, bytes] uint8; what `write_group` takes for them."""
+    def put(self, group: int, data: np.ndarray) -> Any:
+        """Begin to copy blocks [K, bytes] uint8 of a layer group; what `write_group` takes."""
         ...
 
     def write_group(self, cache: Any, group: int, blocks: np.ndarray, data: Any) -> Any:
@@ -248,7 +248,7 @@ class SwapIns:
                 continue
             timeline.parts.append(self._part_of_group[group])
             timeline.begun.append(self._now_ns())
-            data = self._copies.put(arriving.transfer.write_groups[group])
+            data = self._copies.put(group, arriving.transfer.write_groups[group])
             arriving.copies[group] = data
             self._copied.add(data, timeline.copied)
 
@@ -256,5 +256,5 @@ class SwapIns:
         transfer = arriving.transfer
         data = arriving.copies.pop(group, None)
         if data is None:
-            data = self._copies.put(transfer.write_groups[group])
+            data = self._copies.put(group, transfer.write_groups[group])
         return self._copies.write_group(cache, group, transfer.write_blocks, data)

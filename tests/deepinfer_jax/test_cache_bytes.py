@@ -53,7 +53,7 @@ def test_blocks_and_a_state_move_between_caches(
     assert sum(transfers.sizes.groups) == layout.bytes_per_block
     for index, group in enumerate(groups):
         # The last one belongs to padding on either side.
-        data = transfers.put(group[:3])
+        data = transfers.put(index, group[:3])
         assert data.shape == group.shape
         target = transfers.write_group(target, index, places[:3], data)
     target = transfers.write_states(target, np.array([2]), state[None])
@@ -96,7 +96,7 @@ def test_what_was_read_is_not_changed_by_later_writes(rng: np.random.Generator) 
     expected = [np.array(group) for group in transfers.read_blocks(cache, blocks)]
     kept = transfers.read_blocks(cache, blocks)
     for group, size in enumerate(transfers.sizes.groups):
-        zeros = transfers.put(np.zeros((PER_CALL, size), np.uint8))
+        zeros = transfers.put(0, np.zeros((PER_CALL, size), np.uint8))
         cache = transfers.write_group(cache, group, blocks, zeros)
     for one, other in zip(expected, kept, strict=True):
         assert np.array_equal(one, np.asarray(other)) and one.any()
@@ -112,11 +112,11 @@ def test_blocks_travel_at_once_in_few_sizes(rng: np.random.Generator) -> None:
     places = np.array([6, 1, 4, 2, 3], np.int32)
     for group, size in enumerate(transfers.sizes.groups):
         wanted = rng.integers(0, 256, (5, size), np.uint8)
-        cache = transfers.write_group(cache, group, places, transfers.put(wanted))
+        cache = transfers.write_group(cache, group, places, transfers.put(group, wanted))
         read = [transfers.read_blocks(cache, some)[group] for some in (places[:2], places[2:4])]
         np.testing.assert_array_equal(np.concatenate(read), wanted[:4])
     with pytest.raises(ValueError, match="7 blocks are to be written; expected at most 6"):
-        transfers.put(np.zeros((7, 1), np.uint8))
+        transfers.put(0, np.zeros((7, 1), np.uint8))
 
 
 def test_descriptions_tell_layouts_apart() -> None:

@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from scripts.kv_bench.swap_in import Bench, cache
+from scripts.trace_swap_in import Copy, copies_in
 from serving import LLM, SamplingParams
 from serving.config import ServingConfig
+from serving.engine.kv_moves import CacheOwner
 from serving.kv.link import CacheLink
 from serving.kv.offload import CacheCall, CachePort, CacheReply
 from serving.kv_config import ErasureOptions, KVOptions
@@ -260,3 +263,26 @@ def test_tokens_stay_the_same_when_metadata_starts_anew_with_nothing(
                 shutil.rmtree(folder)
             running.append(NodeProcess("metadata", address, settings))
             tiers.wait_for_hits(range(3))
+
+
+def test_a_trace_shows_later_layer_groups_copied_while_earlier_layers_compute(
+    tmp_path: Path, model: Model
+) -> None:
+    assert model.loaded.facts.kv_form is not None
+    moves = cast("CacheOwner", model.loaded.executor).kv_moves
+    assert moves is not None
+    part_of_group = moves._swap_ins._part_of_group
+    hidden: list[Copy] = []
+    with cache(tmp_path, model.loaded.facts.kv_form) as link:
+        bench = Bench(model.config, model.loaded, link)
+        # On a busy machine a part may begin to compute only when everything is dispatched.
+        for number in range(20):
+            bench.trace(LENGTH, tmp_path / str(number))
+            copies = copies_in(tmp_path / str(number))
+            assert [copy.group for copy in copies] == list(range(len(part_of_group)))
+            hidden += [copy for copy in copies if copy.hidden_ns]
+            if hidden:
+                break
+    assert hidden, "no copy overlaps the work of a part"
+    for copy in hidden:
+        assert max(copy.parts) < part_of_group[copy.group]

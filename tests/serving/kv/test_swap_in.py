@@ -45,7 +45,7 @@ class Device:
     def pass_to(self, at: int) -> None:
         self._now.ns = at
 
-    def put(self, data: np.ndarray) -> Any:
+    def put(self, group: int, data: np.ndarray) -> Any:
         self.log.append(f"put {data[0, 0]}")
         return Thing(self, self._copied.pop(0) if self._copied else 0)
 
