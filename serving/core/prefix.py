@@ -29,7 +29,7 @@ Snapshots are taken where they are likely to be used:
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +75,14 @@ def next_key(
 def prefix_keys(
     root: PrefixKey, token_ids: np.ndarray, block_size: int, images: Sequence[RequestImage] = ()
 ) -> list[PrefixKey]:
-    """Keys of all whole blocks of `token_ids` [L] int32, from position 0 on.
+    """Keys of all whole blocks of `token_ids` [L] int32, from position 0 on."""
+    return list(iterate_keys(root, token_ids, block_size, images))
+
+
+def iterate_keys(
+    root: PrefixKey, token_ids: np.ndarray, block_size: int, images: Sequence[RequestImage] = ()
+) -> Iterator[PrefixKey]:
+    """The keys of `prefix_keys`, each when it is asked for.
 
     The same as `next_key` for each of them, at a fraction of its cost where no image reaches.
     """
@@ -88,7 +95,6 @@ def prefix_keys(
         for image in images
         for index in range(image.start // block_size, -(-image.stop // block_size))
     }
-    keys: list[PrefixKey] = []
     key, sha256 = root, hashlib.sha256
     for index, row in enumerate(rows):
         if index in touched:
@@ -96,8 +102,7 @@ def prefix_keys(
             key = next_key(key, token_ids[start : start + block_size], start, images)
         else:
             key = sha256(key + row).digest()[:_KEY_SIZE]
-        keys.append(key)
-    return keys
+        yield key
 
 
 @dataclass(slots=True)

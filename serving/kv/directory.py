@@ -135,20 +135,23 @@ class Directory:
 
     # --- looking up ---
 
-    def match(self, keys: Sequence[bytes], first: int, num_usable: int, now_s: int) -> int:
-        """Blocks of the longest stored prefix of a chain that has a state at its end.
+    def match(
+        self, keys: Sequence[bytes], first: int, num_usable: int, now_s: int
+    ) -> tuple[int, int]:
+        """Blocks of the longest stored prefix of a chain that has a state at its end, and blocks of
+        the longest one with or without.
 
         `first` blocks are present elsewhere and need not be stored; a prefix of `num_usable` blocks
         or fewer counts as none.
         """
         self.counts.num_matches += 1
-        count = first + self._index.num_leading(PayloadKind.BLOCK, keys[first:], now_s)
-        while count > num_usable:
-            if self._index.find(Name(PayloadKind.STATE, keys[count - 1]), now_s) is not None:
+        num_present = first + self._index.num_leading(PayloadKind.BLOCK, keys[first:], now_s)
+        for count in range(num_present, num_usable, -1):
+            name = Name(PayloadKind.STATE, keys[count - 1])
+            if name in self._index and self._index.find(name, now_s) is not None:
                 self.counts.num_matched_blocks += count
-                return count
-            count -= 1
-        return 0
+                return count, num_present
+        return 0, num_present
 
     def contains(self, names: Sequence[Name], now_s: int) -> list[bool]:
         """Which payloads are stored."""

@@ -36,11 +36,15 @@ class Match(msgspec.Struct, tag=True):
 
 
 class Matched(msgspec.Struct, tag=True):
-    """Blocks of the longest stored prefix that has a state at its end; 0 if none is of use."""
+    """Blocks of the longest stored prefix that has a state at its end; 0 if none is of use.
+
+    `num_present` blocks are stored, or present elsewhere, with or without a state.
+    """
 
     call: int
     epoch: int
     num_blocks: int
+    num_present: int = 0
 
 
 class Contains(msgspec.Struct, tag=True):

@@ -7,7 +7,7 @@ removed, are heard of while nothing else is asked.
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 _HELLO_S = 0.5
 _OPEN_MAX = 1024
+_MATCH_BLOCKS = 4096
+"""Blocks of one look-up; the time of the last one adds to that of hashing."""
 
 _decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -49,9 +51,11 @@ class DirectoryLink:
         self._context = zmq.Context[zmq.Socket[bytes]]()
         try:
             self._socket = connect(self._context, address, key)
+            self._match_socket = connect(self._context, address, key)
         except zmq.ZMQError:
             self._context.term()
             raise
+        self._match_lock = threading.Lock()
         self._loop = Loop(clock)
         self._loop.listen(self._socket, self._receive)
         self._loop.every(_HELLO_S, self._say_hello)
@@ -74,6 +78,8 @@ class DirectoryLink:
         for future in self._open.values():
             future.cancel()
         self._socket.close()
+        with self._match_lock:
+            self._match_socket.close()
         self._context.term()
 
     def ask[R](self, kind: type[R], message: Call) -> R:
@@ -91,6 +97,47 @@ class DirectoryLink:
         if not isinstance(answer, kind):
             raise StoreError(f"{self._address}: answered with a {type(answer).__name__}")
         return answer
+
+    def match(self, keys: Iterable[bytes]) -> int:
+        """Blocks of the longest stored prefix of a chain that has a state at its end.
+
+        A long chain is looked up part by part while the rest of `keys` is still being made. The
+        caller's thread does it over a socket of its own: another thread would have to wait for the
+        interpreter while this one hashes.
+
+        Raises:
+            StoreError: an answer did not come in time.
+        """
+        with self._match_lock:
+            sizes: dict[int, int] = {}
+            for part in itertools.batched(keys, _MATCH_BLOCKS):
+                number = next(self._numbers)
+                sizes[number] = len(part)
+                try:
+                    message = encode(calls.Match(number, b"".join(part)))
+                    self._match_socket.send(message, zmq.NOBLOCK)
+                except zmq.Again:
+                    raise StoreError(f"{self._address} takes no more messages") from None
+            answers = self._matched(sizes)
+        num_blocks = num_before = 0
+        for number, size in sizes.items():
+            if answers[number].num_blocks:
+                num_blocks = num_before + answers[number].num_blocks
+            num_before += size
+            if answers[number].num_present < size:
+                break
+        return num_blocks
+
+    def _matched(self, numbers: Collection[int]) -> dict[int, calls.Matched]:
+        """The answers to the calls of these numbers; what comes for others is too late."""
+        found: dict[int, calls.Matched] = {}
+        while len(found) < len(numbers):
+            if not self._match_socket.poll(round(1000 * self._timeout_s)):
+                raise StoreError(f"{self._address}: the metadata node does not answer")
+            reply = _decoder.decode(self._match_socket.recv())
+            if isinstance(reply, calls.Matched) and reply.call in numbers:
+                found[reply.call] = reply
+        return found
 
     def tell(self, message: Call) -> None:
         """Send what is not answered."""

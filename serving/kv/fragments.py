@@ -14,6 +14,7 @@ payloads can be read. A fragment is a head and then its pieces of all payloads, 
 head of a piece is damaged, so nothing goes to it whose checksum has not been looked at.
 """
 
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,11 @@ class FragmentHead:
             len(piece) == self.piece_sizes[number]
             and xxhash.xxh3_128_digest(piece) == self.checksums[number]
         )
+
+
+def good_pieces(pieces: Sequence[Buffer], checksums: Sequence[bytes]) -> list[bool]:
+    """Whether each of the pieces is what was written."""
+    return list(map(operator.eq, map(xxhash.xxh3_128_digest, pieces), checksums))
 
 
 def head_size(begin: Buffer) -> int:
@@ -161,11 +167,13 @@ class StripeCodec:
         Raises:
             CorruptFragmentError: they do not belong together.
         """
-        chosen = sorted(pieces)[: self.coding.num_data]
+        num_data = self.coding.num_data
+        chosen = pieces if len(pieces) == num_data else sorted(pieces)[:num_data]
         try:
             return self._driver.decode([pieces[number] for number in chosen])
         except ECDriverError as error:
-            raise CorruptFragmentError(f"pieces {chosen} cannot be decoded: {error}") from None
+            numbers = sorted(chosen)
+            raise CorruptFragmentError(f"pieces {numbers} cannot be decoded: {error}") from None
 
     def rebuild(self, pieces: Mapping[int, bytes], fragments: Sequence[int]) -> list[bytes]:
         """Pieces of `fragments` from enough others.

@@ -5,15 +5,14 @@ slowest nodes, and those that fail, are not waited for. Each piece is checked wh
 damaged one counts as none.
 """
 
+import itertools
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import xxhash
-
 from serving.clock import Clock, ns_of_s, s_of_ns
 from serving.kv import storage_wire, wire
-from serving.kv.fragments import CorruptFragmentError, FragmentHead, read_head
+from serving.kv.fragments import CorruptFragmentError, FragmentHead, good_pieces, read_head
 from serving.kv.node_links import Answered, NodeLinks
 from serving.kv.store import Buffer
 from serving.kv.stripes import Coding
@@ -97,18 +96,19 @@ class StripeCalls:
         stripe, fragment, sizes, checksums = found
         if holders.get(stripe, {}).get(node) != fragment or len(numbers) != len(sizes):
             return 0
-        at = num_complete = 0
-        for number, size, checksum in zip(numbers, sizes, checksums, strict=True):
-            piece = data[at : at + size]
-            at += size
-            pieces = result.pieces[stripe, number]
-            if len(pieces) >= self._coding.num_data:
-                continue
-            if len(piece) != size or xxhash.xxh3_128_digest(piece) != checksum:
+        ends = list(itertools.accumulate(sizes))
+        found_pieces = [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        num_complete = 0
+        # One that was cut has another checksum.
+        good = good_pieces(found_pieces, checksums)
+        for number, piece, is_good in zip(numbers, found_pieces, good, strict=True):
+            if not is_good:
                 result.damaged.add((node, stripe))
                 continue
-            pieces[fragment] = piece
-            num_complete += len(pieces) == self._coding.num_data
+            pieces = result.pieces[stripe, number]
+            if len(pieces) < self._coding.num_data:
+                pieces[fragment] = piece
+                num_complete += len(pieces) == self._coding.num_data
         return num_complete
 
     def copy(

@@ -75,8 +75,8 @@ class MetadataNode:
         match message:
             case calls.Match():
                 keys = calls.split_keys(message.keys)
-                count = directory.match(keys, message.first, message.num_usable, now_s)
-                return calls.Matched(message.call, epoch, count)
+                found = directory.match(keys, message.first, message.num_usable, now_s)
+                return calls.Matched(message.call, epoch, *found)
             case calls.Contains():
                 names = calls.unpack_names(message.kinds, message.keys)
                 flags = bytes(directory.contains(names, now_s))

@@ -39,12 +39,12 @@ def test_a_match_ends_at_a_state() -> None:
     of = directory()
     put(of, "s", 1, 2, 3)
     keys = [key(n) for n in (1, 2, 3, 4)]
-    assert of.match(keys, 0, 0, 0) == 0
+    assert of.match(keys, 0, 0, 0) == (0, 3)
     of.announce("t", [row(2, PayloadKind.STATE)], 100)
-    assert of.match(keys, 0, 0, 0) == 2
+    assert of.match(keys, 0, 0, 0) == (2, 3)
     # No more than what is there already, or from the middle on.
-    assert of.match(keys, 0, 2, 0) == 0 and of.match(keys, 2, 1, 0) == 2
-    assert of.match([key(9), *keys], 0, 0, 0) == 0 and of.match([], 0, 0, 0) == 0
+    assert of.match(keys, 0, 2, 0) == (0, 3) and of.match(keys, 2, 1, 0) == (2, 3)
+    assert of.match([key(9), *keys], 0, 0, 0) == of.match([], 0, 0, 0) == (0, 0)
     assert of.counts.num_matches == 6 and of.counts.num_matched_blocks == 4
 
 

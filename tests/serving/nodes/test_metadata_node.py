@@ -65,7 +65,7 @@ def test_a_commit_is_in_the_log_and_in_the_next_node() -> None:
     assert write(node, "t", STATE) == calls.Completed(2, 5, True)
     assert list(log.segments) == ["s", "t"]
     after = node_of(log, 6)
-    assert answer(after, calls.Match(1, KEY)) == calls.Matched(1, 6, 1)
+    assert answer(after, calls.Match(1, KEY)) == calls.Matched(1, 6, 1, 1)
     located = answer(after, calls.Locate(3, b"\1", KEY))
     assert isinstance(located, calls.Located)
     assert located.segments == ["s"] and located.spots == [(0, 0, 100)]
