@@ -210,6 +210,7 @@ def _simulate(options: argparse.Namespace) -> int:
         trace=options.trace,
         config=options.config,
         changes=tuple(options.set),
+        costs=options.costs,
         workers=options.workers,
         policy=options.policy,
         seed=options.seed,
@@ -305,7 +306,7 @@ def _work(config: ServingConfig, options: argparse.Namespace) -> int:
     """Runs one worker of a cluster."""
     from serving.code_version import code_version
     from serving.engine.step_times import TimedExecutor
-    from serving.loading import load_encoder
+    from serving.loading import load_encoder, recorded
     from serving.node_process import VisionParts, WorkerParts, check_node, run_worker
     from serving.nodes.values import NodeId
     from serving.transport.driver import SystemClock
@@ -321,6 +322,7 @@ def _work(config: ServingConfig, options: argparse.Namespace) -> int:
     model = _load(config)
     with cache_link(config.kv, config.cluster, model.facts.kv_form, None, _say) as link:
         executor = TimedExecutor(model.executor, SystemClock().now_ns)
+        executor = recorded(executor, config.engine.step_records)
         parts = WorkerParts(executor, model.facts, model.grammars, model.programs, link, version)
         return asyncio.run(run_worker(config, node_id, parts, _say, options.parent))
 
@@ -342,6 +344,7 @@ async def _serve_model(
     from serving.frontend.quota import KVCosts
     from serving.frontend.tracing import open_tracer
     from serving.http_service import Front, serve_http
+    from serving.loading import recorded
     from serving.observe import ServiceMetrics
     from serving.planner import ModelPlan
     from serving.transport.driver import Driver, SystemClock
@@ -352,6 +355,7 @@ async def _serve_model(
     )
     folder = config.server.profile_dir
     executor = TimedExecutor(model.executor, clock.now_ns)
+    executor = recorded(executor, config.engine.step_records)
     profiler = StepProfiler(
         executor, Path(folder).expanduser() if folder else None, model.program_texts
     )

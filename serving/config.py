@@ -117,6 +117,9 @@ class EngineOptions:
     `waiting_max`: requests that may wait for room; more are refused.
     `step_timeout_s`: a step that takes longer means that the device is lost.
     `grammar_timeout_s`: how long the grammar of one request may take to compile.
+    `cost_file`: what prefill steps cost, as `scripts/fit_cost.py` has fitted it; empty measures it
+    at the first start, if anything goes by it.
+    `step_records`: file to which a line for each step is added, for that script; empty for none.
     """
 
     max_context: int = 4096
@@ -134,6 +137,8 @@ class EngineOptions:
     waiting_max: int = 512
     step_timeout_s: float = 120.0
     grammar_timeout_s: float = 5.0
+    cost_file: str = ""
+    step_records: str = ""
 
     def __post_init__(self) -> None:
         for name in ("prefill_tokens", "decode_rows"):

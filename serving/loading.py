@@ -6,8 +6,10 @@ looked at before anything is compiled.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +19,10 @@ from serving.core.blocks import BLOCK_SIZE
 from serving.core.buckets import TILE_TOKENS, Bucket, CompiledProgram, StepKind
 from serving.core.cost import PrefillCost, fit_prefill_cost
 from serving.core.grammar import GrammarCompiler
+from serving.cost_file import read_cost_file
 from serving.engine import step_costs, step_times
 from serving.engine.engine import Executor
+from serving.engine.step_records import RecordingExecutor
 from serving.frontend.text import TextCodec
 from serving.kv.fingerprint import kv_fingerprint, model_revision
 from serving.kv.store import PayloadForm, layout_id
@@ -97,11 +101,7 @@ def load_model(config: ServingConfig, report: Report) -> LoadedModel:
         num_drafts=executor.num_drafts,
         num_ranks=executor.num_ranks,
         step_ms=_decode_costs(executor, capacity, report) if executor.num_drafts else {},
-        prefill_cost=(
-            _prefill_cost(executor, capacity, report)
-            if config.engine.prefill_time_budget_ms or config.cluster.local_prefill_ms
-            else None
-        ),
+        prefill_cost=_prefill_cost(config, executor, capacity, report),
         num_replayed=0 if capacity.replay is None else executor.model.num_replayed,
         **_kv_facts(config, executor, report),
     )
@@ -260,6 +260,22 @@ def _grammars_of(directory: Path, facts: ModelFacts) -> GrammarCompiler | None:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def recorded(executor: Executor, path: str) -> Executor:
+    """An executor whose steps are written down in a file; the same without one.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if not path:
+        return executor
+    try:
+        # Several processes may add to it: a line is one write.
+        file = os.open(Path(path).expanduser(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"engine.step_records: {path}: {error.strerror}") from None
+    return RecordingExecutor(executor, partial(os.write, file))
+
+
 def _decode_costs(
     executor: "JaxExecutor", capacity: Capacity, report: Report
 ) -> Mapping[Bucket, float]:
@@ -278,8 +294,17 @@ def _decode_costs(
     return measured
 
 
-def _prefill_cost(executor: "JaxExecutor", capacity: Capacity, report: Report) -> PrefillCost:
-    """What prefill steps cost, by times measured at an earlier start, or else now."""
+def _prefill_cost(
+    config: ServingConfig, executor: "JaxExecutor", capacity: Capacity, report: Report
+) -> PrefillCost | None:
+    """What prefill steps cost: as a file says, or by times measured at an earlier start, or now.
+
+    None if nobody says and nothing goes by it.
+    """
+    if config.engine.cost_file:
+        return read_cost_file(Path(config.engine.cost_file).expanduser()).prefill_cost
+    if not config.engine.prefill_time_budget_ms and not config.cluster.local_prefill_ms:
+        return None
     buckets = capacity.buckets.of(StepKind.PREFILL)
     places = step_times.prefill_places(buckets, BLOCK_SIZE)
     path = _cost_file(executor, "prefill-costs")

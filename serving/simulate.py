@@ -14,6 +14,7 @@ import numpy as np
 
 from serving.clock import Clock, s_of_ns
 from serving.config import CONFIGS_DIR
+from serving.cost_file import read_cost_file
 from serving.sim.fleet import Fleet
 from serving.sim.options import FleetOptions
 from serving.sim.policies import POLICIES
@@ -35,6 +36,7 @@ class SimulateOptions:
         trace: file to replay.
         config: fleet file; None for `DEFAULT_FLEET`.
         changes: texts such as `links.between_ms=2`, which change the file.
+        costs: cost file (`scripts/fit_cost.py`) in place of the step times of the fleet file.
         workers: such as `64p64d`; None for those of the file.
         rate_rps: requests a second; None for those of the trace, or by `load`.
         load: the rate as a share of what the fleet could serve if balanced perfectly.
@@ -45,6 +47,7 @@ class SimulateOptions:
     trace: Path
     config: Path | None = None
     changes: tuple[str, ...] = ()
+    costs: Path | None = None
     workers: str | None = None
     policy: str = "production"
     seed: int = 0
@@ -61,7 +64,8 @@ def simulate(given: SimulateOptions, clock: Clock) -> dict[str, Any]:
     Raises:
         ConfigError: an input that cannot be used, before the run; a file that cannot be written.
     """
-    options = fleet_options(given.config, given.changes, given.workers)
+    costs = () if given.costs is None else read_cost_file(given.costs).changes()
+    options = fleet_options(given.config, (*costs, *given.changes), given.workers)
     if given.policy not in POLICIES:
         raise ConfigError(
             f"policy: received {given.policy!r}; expected one of {', '.join(POLICIES)}"

@@ -110,6 +110,33 @@ class PrefillCost:
         return guess
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """A measured decode step: its rows, the tokens of all their contexts, and how long it took."""
+
+    num_rows: int
+    num_context: float
+    time_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """What a decode step costs, in milliseconds: per step, per row, and per token of context."""
+
+    base_ms: float
+    row_ms: float
+    context_ms: float
+
+    def step_ms(self, num_rows: float, num_context: float) -> float:
+        """The time of a step."""
+        return self.base_ms + self.row_ms * num_rows + self.context_ms * num_context
+
+
+def fit_decode_cost(samples: Sequence[DecodeSample]) -> DecodeCost:
+    """As `fit_prefill_cost`, for decode steps."""
+    return DecodeCost(*_fit([(s.num_rows, s.num_context, s.time_ms) for s in samples]))
+
+
 def fit_prefill_cost(samples: Sequence[PrefillSample]) -> PrefillCost:
     """The terms with the least squared relative error over the samples, none of them negative.
 
@@ -119,10 +146,15 @@ def fit_prefill_cost(samples: Sequence[PrefillSample]) -> PrefillCost:
     Raises:
         ValueError: there is no sample, or a time is not above 0.
     """
-    times = np.array([sample.time_ms for sample in samples], np.float64)
+    return PrefillCost(*_fit([(s.num_tokens, s.num_pairs, s.time_ms) for s in samples]))
+
+
+def _fit(samples: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """The base and what each of two counts costs, for samples of (count, count, time)."""
+    times = np.array([time_ms for *_, time_ms in samples], np.float64)
     if not len(times) or not (np.isfinite(times) & (times > 0)).all():
         raise ValueError(f"times of samples are {times.tolist()}; expected some, all above 0")
-    terms = np.array([(1, s.num_tokens, s.num_pairs) for s in samples], np.float64)
+    terms = np.array([(1, one, other) for one, other, _ in samples], np.float64)
     # Errors relative to the times, so that short steps count as much as long ones; columns of equal
     # size, because pairs are many orders of magnitude more than steps.
     terms /= times[:, None]
@@ -143,5 +175,5 @@ def fit_prefill_cost(samples: Sequence[PrefillSample]) -> PrefillCost:
             if (found >= 0).all() and error < least - 1e-12 * len(times):
                 best, least = np.zeros(3), error
                 best[columns] = found
-    base_ms, token_ms, pair_ms = (best / scales).tolist()
-    return PrefillCost(base_ms, token_ms, pair_ms)
+    base_ms, one_ms, other_ms = (best / scales).tolist()
+    return base_ms, one_ms, other_ms

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from serving.core.buckets import Bucket, StepKind
-from serving.core.cost import PrefillSample, num_pairs
+from serving.core.cost import DecodeSample, PrefillSample, num_pairs
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.engine import Executor
 from serving.engine.kv_moves import TransferPassage
@@ -54,6 +54,20 @@ def prefill_samples(
         )
         for bucket, before, counts in prefill_places(buckets, block_size)
     ]
+
+
+def decode_samples(
+    executor: Executor, buckets: Iterable[Bucket], block_size: int, now_ns: Callable[[], int]
+) -> list[DecodeSample]:
+    """Full decode steps, with contexts of no tokens before them and with the longest ones."""
+    samples: list[DecodeSample] = []
+    for bucket in buckets:
+        longest = max(bucket.num_blocks * block_size - bucket.num_tokens, 0)
+        for num_before in sorted({0, longest}):
+            plan = _full_step(StepKind.DECODE, bucket, bucket.num_rows, num_before)
+            context = float(bucket.num_rows * num_before + bucket.num_tokens)
+            samples.append(DecodeSample(bucket.num_rows, context, _step_ms(executor, plan, now_ns)))
+    return samples
 
 
 def _step_ms(executor: Executor, plan: StepPlan, now_ns: Callable[[], int]) -> float:

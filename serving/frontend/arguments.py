@@ -80,6 +80,9 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML file with the fleet (default: of H200s)"
     )
+    command.add_argument(
+        "--costs", type=Path, metavar="FILE", help="cost of steps, as scripts/fit_cost.py writes it"
+    )
     command.add_argument("--workers", metavar="NpMd", help="GPUs of each role, such as 64p64d")
     command.add_argument("--policy", default="production", help="who gets a request")
     command.add_argument("--seed", type=int, default=0, help="of everything that is drawn")

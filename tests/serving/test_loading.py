@@ -20,13 +20,17 @@ import serving.engine.mesh_executor
 from deepinfer_jax.steps import Watch
 from serving.config import ServingConfig
 from serving.core.buckets import TILE_TOKENS, Bucket, StepKind
+from serving.core.cost import DecodeCost, PrefillCost
 from serving.core.image_layout import ImageGeometry
 from serving.core.replay import ReplayMode, ReplayRule
 from serving.core.request import ConstraintKind, OutputConstraint
 from serving.core.step_plan import StepPlan, StepResult
-from serving.loading import load_model
+from serving.cost_file import write_cost_file
+from serving.engine.step_records import RecordingExecutor
+from serving.loading import load_model, recorded
 from sharding.config_file import ConfigError, override
 from tests.serving.running_service import MODEL_DIR
+from tests.serving.scripted import ScriptedExecutor
 
 
 def configured(**changes: object) -> ServingConfig:
@@ -122,6 +126,10 @@ def test_configuration_reaches_the_executor(
     assert Recorder.num_submitted == num_submitted > 0
     plain = load_model(override(config, {"engine.prefill_time_budget_ms": 0.0}), lines.append)
     assert plain.facts.prefill_cost is None
+    cost = PrefillCost(1.0, 0.5, 1e-6)
+    write_cost_file(tmp_path / "cost.toml", cost, DecodeCost(1.0, 0.0, 0.0), "made up")
+    given = load_model(configured(engine__cost_file=f"{tmp_path}/cost.toml"), lambda _: None)
+    assert given.facts.prefill_cost == cost
     load_model(configured(model__engram="host", engine__batch_invariant=True), lines.append)
     options = made[-1][-1]
     assert (options["engram"], options["has_drafts"]) == ("host", False)
@@ -215,3 +223,12 @@ def test_mesh_larger_than_the_machine(tmp_path: Path) -> None:
     mesh.write_text("[mesh]\ndata = 4096\n")
     with pytest.raises(ConfigError, match="4096 devices"):
         load_model(configured(sharding=str(mesh)), lambda line: None)
+
+
+def test_steps_are_written_down_if_that_is_wanted(tmp_path: Path) -> None:
+    inner = ScriptedExecutor(lambda position: position)
+    assert recorded(inner, "") is inner
+    executor = recorded(inner, f"{tmp_path}/steps.jsonl")
+    assert isinstance(executor, RecordingExecutor) and (tmp_path / "steps.jsonl").exists()
+    with pytest.raises(ConfigError, match=r"engine.step_records: .*: No such file"):
+        recorded(inner, f"{tmp_path}/nowhere/steps.jsonl")

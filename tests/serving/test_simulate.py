@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from serving.__main__ import main
+from serving.core.cost import DecodeCost, PrefillCost
+from serving.cost_file import write_cost_file
 from serving.simulate import SimulateOptions, simulate
 from serving.transport.driver import SystemClock
 from sharding.config_file import ConfigError
@@ -43,6 +45,20 @@ def test_the_command_writes_the_same_digest_twice(
     assert first == second
     assert main([*arguments, "--policy", "round_robin", "--seed", "3"]) == 0
     assert json.loads(report.read_text())["digest"] != first["digest"]
+
+
+def test_costs_of_a_file_take_the_place_of_the_fleets(trace: Path, tmp_path: Path) -> None:
+    costs, report = tmp_path / "cost.toml", tmp_path / "report.json"
+    ttfts: list[float] = []
+    for token_ms in (0.02, 0.2):
+        write_cost_file(
+            costs, PrefillCost(5.0, token_ms, 0.0), DecodeCost(6.0, 0.2, 0.0), "made up"
+        )
+        arguments = ["simulate", "--trace", str(trace), *SMALL[:4], "--rate", "0.5"]
+        arguments += ["--seconds", "5", "--report", str(report), "--costs", str(costs)]
+        assert main(arguments) == 0
+        ttfts.append(json.loads(report.read_text())["ttft_ms"]["all"]["p50"])
+    assert ttfts[1] > 3 * ttfts[0]
 
 
 @pytest.mark.parametrize(

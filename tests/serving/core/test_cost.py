@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.core.cost import PrefillCost, PrefillSample, fit_prefill_cost, num_pairs
+from serving.core.cost import (
+    DecodeCost,
+    DecodeSample,
+    PrefillCost,
+    PrefillSample,
+    fit_decode_cost,
+    fit_prefill_cost,
+    num_pairs,
+)
 
 EXAMPLE = PrefillCost(base_ms=5.0, token_ms=0.010, pair_ms=2e-7)
 
@@ -99,6 +107,20 @@ def test_noise_makes_no_term_negative_and_moves_predictions_little() -> None:
             predicted = found.base_ms + found.token_ms * each.num_tokens
             predicted += found.pair_ms * each.num_pairs
             assert predicted == pytest.approx(each.time_ms, rel=0.25)
+
+
+def test_terms_of_decode_steps_are_found_again() -> None:
+    cost = DecodeCost(3.0, 0.05, 2e-6)
+    samples = [
+        DecodeSample(rows, rows * each, cost.step_ms(rows, rows * each))
+        for rows in (1, 8, 64)
+        for each in (100, 50_000)
+    ]
+    found = fit_decode_cost(samples)
+    assert found.base_ms == pytest.approx(3.0) and found.row_ms == pytest.approx(0.05)
+    assert found.context_ms == pytest.approx(2e-6)
+    with pytest.raises(ValueError, match="expected some, all above 0"):
+        fit_decode_cost([])
 
 
 def test_samples_of_one_kind_give_one_term() -> None:

@@ -12,11 +12,12 @@ from collections import deque
 import numpy as np
 
 from serving.core.buckets import Bucket, StepKind
-from serving.core.cost import PrefillSample
+from serving.core.cost import DecodeSample, PrefillSample
 from serving.core.step_plan import StepPlan, StepResult
 from serving.engine.packing import pack
 from serving.engine.step_times import (
     TimedExecutor,
+    decode_samples,
     decode_step_ms,
     prefill_places,
     prefill_samples,
@@ -51,6 +52,13 @@ def test_decode_steps_are_full_and_disturbances_left_out() -> None:
     plan = recorder.plans[-1]
     assert (plan.kind, plan.bucket) == (StepKind.DECODE, buckets[1])
     assert plan.num_tokens.tolist() == [3, 3, 2]
+
+
+def test_decode_steps_are_measured_with_short_and_long_contexts() -> None:
+    recorder = Recorder()
+    samples = decode_samples(recorder, [Bucket(3, 3, 4)], 8, lambda: recorder.now_ns)
+    assert samples == [DecodeSample(3, 3.0, 3.0), DecodeSample(3, 3.0 + 3 * 29, 3.0)]
+    assert recorder.plans[-1].starts.tolist() == [29, 29, 29]
 
 
 def test_prefill_steps_are_measured_at_both_ends_of_the_context() -> None:
