@@ -25,6 +25,7 @@ SERVING_ORDER = (
     ("kv_process", "metadata_process", "router_process", "supervisor"),
     ("http_service", "node_process", "planner"),
     ("loading", "kv_storage"),
+    ("cost_file",),
     ("cluster",),
     ("frontend", "sim"),
     ("transport",),
