@@ -134,7 +134,7 @@ def make_sequence(
         seed=seed,
         stop_token_ids=tuple(sorted(stops)),
         length_limit=min(len(prompt) + sampling.max_tokens, length_max(limits)),
-        output_token_ids=list(request.resumed_token_ids),
+        added=list(request.resumed_token_ids),
         root_key=root_key(limits.prefix_fingerprint, request.cache_salt),
         controls=controls,
         tail_start=0 if limits.replay is None else limits.replay.tail_start(len(prompt)),

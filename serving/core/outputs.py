@@ -1,7 +1,7 @@
 """What the tokens of a step do: sequences grow by them, some end, and clients are told.
 
 This runs for every token of every sequence, so it works on columns: what is left per sequence are
-the tuple of its tokens, the growth of its list and the delta, each made by one call in C.
+the tuple of its tokens, its place in a list and the delta, each made by one call in C.
 """
 
 from collections import deque
@@ -25,26 +25,28 @@ def add_tokens(
     Returns:
         what the clients are told, one delta a row, and the rows that are finished.
     """
-    is_stop = _is_stop(tokens, table.stop_tokens[rows])
+    is_stop = _is_stop(tokens, table.stop_tokens.take(rows, axis=0))
     ends_by_token = None
+    is_kept = tokens >= 0
     if is_stop.any():
         ends_by_token = is_stop.any(axis=1)
         num_kept = np.where(ends_by_token, is_stop.argmax(axis=1) + 1, num_kept)
+        is_kept = np.arange(tokens.shape[1]) < num_kept[:, None]
     num_tokens = table.num_tokens[rows] + num_kept
     table.num_tokens[rows] = num_tokens
     table.last_tokens[rows] = tokens[np.arange(len(rows)), num_kept - 1]
     is_over = num_tokens >= table.length_limits[rows]
     if ends_by_token is not None:
         is_over |= ends_by_token
-    over = np.flatnonzero(is_over).tolist()
+    over = is_over.nonzero()[0].tolist()
     reasons: list[FinishReason | None] = [None] * len(rows)
     for index in over:
         is_stopped = ends_by_token is not None and ends_by_token[index]
         reasons[index] = FinishReason.STOP if is_stopped else FinishReason.LENGTH
-    flat = tuple(tokens[np.arange(tokens.shape[1]) < num_kept[:, None]].tolist())
-    stops = np.cumsum(num_kept).tolist()
+    flat = tuple(tokens[is_kept].tolist())
+    stops = num_kept.cumsum().tolist()
     added = [flat[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-    deque(map(list[int].extend, table.outputs[rows].tolist(), added), maxlen=0)
+    deque(map(list[tuple[int, ...]].append, table.news[rows].tolist(), added), maxlen=0)
     deltas = list(
         map(
             TokenDelta,

@@ -29,6 +29,7 @@ Snapshots are taken where they are likely to be used:
 """
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -63,13 +64,22 @@ def next_key(
         images: those of the sequence. The tokens of an image say nothing of its content, so the
             digests of the images that reach into the block are part of the key.
     """
-    digest = hashlib.sha256(key)
-    digest.update(token_ids.astype(_TOKEN, copy=False).tobytes())
+    digest = hashlib.sha256(key + token_ids.astype(_TOKEN, copy=False).tobytes())
     for image in images:
         if image.start < start + len(token_ids) and image.stop > start:
             digest.update((image.start - start).to_bytes(8, "little", signed=True))
             digest.update(image.digest)
     return digest.digest()[:_KEY_SIZE]
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Tokens as the keys take them in."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def plain_key(key: PrefixKey, tokens: bytes) -> PrefixKey:
+    """`next_key` where no image reaches, of tokens as `token_bytes` gives them."""
+    return hashlib.sha256(key + tokens).digest()[:_KEY_SIZE]
 
 
 def prefix_keys(
@@ -95,13 +105,13 @@ def iterate_keys(
         for image in images
         for index in range(image.start // block_size, -(-image.stop // block_size))
     }
-    key, sha256 = root, hashlib.sha256
+    key = root
     for index, row in enumerate(rows):
         if index in touched:
             start = index * block_size
             key = next_key(key, token_ids[start : start + block_size], start, images)
         else:
-            key = sha256(key + row).digest()[:_KEY_SIZE]
+            key = plain_key(key, row)
         yield key
 
 

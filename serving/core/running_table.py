@@ -39,6 +39,7 @@ from serving.core.image_layout import whole_images_end
 from serving.core.prefix import PrefixIndex, block_boundary
 from serving.core.replay import ReplayRule
 from serving.core.sequence import Sequence, SequenceStatus
+from serving.core.step_plan import no_copies
 
 _NO_SEQUENCE = -1
 _NO_TOKEN = -2
@@ -82,8 +83,8 @@ class RunningTable:
         num_usable_drafts: [S] int32, drafts that may be verified: all of them, or those that the
             grammar of the row has to be asked about.
         sequences: the sequence of each row, None where there is none.
-        request_ids, outputs: [S] objects, what deltas are made of: `request.request_id` and
-            `output_token_ids` of the sequence.
+        request_ids, news: [S] objects, where the tokens of a step go: `request.request_id` and
+            `news` of the sequence.
         num_prompt_tokens, num_cached_tokens: [S] int32, for deltas too.
         blocks, slots: the pools.
         prefixes: what may be shared. Slots `num_slots` and up are for its snapshots.
@@ -108,7 +109,7 @@ class RunningTable:
         self._replay = replay
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.request_ids = np.full(num_slots, None, object)
-        self.outputs = np.full(num_slots, None, object)
+        self.news = np.full(num_slots, None, object)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.num_cached_tokens = np.zeros(num_slots, np.int32)
         self.sequence_ids = np.full(num_slots, _NO_SEQUENCE, np.int64)
@@ -151,12 +152,12 @@ class RunningTable:
     @property
     def prefilling_rows(self) -> np.ndarray:
         """[N] rows whose prompt is not wholly computed yet, ascending."""
-        return np.flatnonzero(self._phases == _PREFILL)
+        return (self._phases == _PREFILL).nonzero()[0]
 
     @property
     def decoding_rows(self) -> np.ndarray:
         """[N] rows that generate, ascending."""
-        return np.flatnonzero(self._phases == _DECODE)
+        return (self._phases == _DECODE).nonzero()[0]
 
     @property
     def generating_rows(self) -> np.ndarray:
@@ -166,8 +167,9 @@ class RunningTable:
         Controls of a row may depend on all of its tokens; such a row waits for each step's.
         """
         rows = self.decoding_rows
-        rows = rows[self.num_scheduled[rows] + 1 < self.length_limits[rows]]
-        return rows[(self.num_in_flight[rows] == 0) | ~self.is_stepwise[rows]]
+        is_ready = self.num_scheduled[rows] + 1 < self.length_limits[rows]
+        is_ready &= (self.num_in_flight[rows] == 0) | ~self.is_stepwise[rows]
+        return rows[is_ready]
 
     @property
     def is_retiring(self) -> bool:
@@ -185,6 +187,10 @@ class RunningTable:
 
     def blocks_for(self, num_tokens: np.ndarray) -> np.ndarray:
         """Blocks that so many tokens fill, the last perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """`blocks_for` of a single number."""
         return -(-num_tokens // self.block_size)
 
     def whole_keys(self, sequence: Sequence) -> list[bytes]:
@@ -252,7 +258,7 @@ class RunningTable:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_reused
         self.request_ids[row] = sequence.request.request_id
-        self.outputs[row] = sequence.output_token_ids
+        self.news[row] = sequence.news
         self.num_prompt_tokens[row] = len(sequence.prompt)
         self.num_cached_tokens[row] = sequence.num_cached_tokens
         self.length_limits[row] = sequence.length_limit
@@ -309,7 +315,7 @@ class RunningTable:
             self.kept.append((sequence, sequence.prefix_keys.index(sequence.tail_key) + 1))
         sequence.tail_key = None
         self._restores.pop(row, None)
-        self.sequences[row] = self.request_ids[row] = self.outputs[row] = None
+        self.sequences[row] = self.request_ids[row] = self.news[row] = None
         self.sequence_ids[row] = self.ranks[row] = _NO_SEQUENCE
         self._phases[row] = _EMPTY
         if self.last_steps[row] > self._settled_step:
@@ -323,7 +329,7 @@ class RunningTable:
         Returns False, and leaves the row as it is, if that is not possible now.
         """
         num_held = int(self.num_blocks[row])
-        num_wanted = -(-num_tokens // self.block_size) - num_held
+        num_wanted = self.blocks_of(num_tokens) - num_held
         if num_wanted <= 0:
             return True
         while num_wanted > self.blocks.num_free:
@@ -356,17 +362,20 @@ class RunningTable:
         self.num_computed_before[rows] = self.num_computed[rows]
         self.num_computed[rows] = num_tokens
         if self.prefixes.num_snapshots:
-            for row in rows[num_tokens // self.block_size > self.num_named[rows]].tolist():
+            has_more = num_tokens >= (self.num_named[rows] + 1) * self.block_size
+            for row in rows[has_more].tolist():
                 self._name_blocks(row)
 
     def add_confidences(self, rows: np.ndarray, confidences: np.ndarray) -> None:
         """A step is over that drafted anew for the rows [R]: `confidences` [R, N]."""
-        self.confidences_before[rows] = self.confidences[rows]
+        self.confidences_before[rows] = self.confidences.take(rows, axis=0)
         self.confidences[rows] = confidences
         self.num_rounds[rows] += 1
 
     def take_restores(self) -> np.ndarray:
         """[N, 2] int32, (snapshot slot, row) of the rows that started since the last call."""
+        if not self._restores:
+            return no_copies()
         restores = [(snapshot, row) for row, snapshot in self._restores.items()]
         self._restores.clear()
         return np.array(restores, np.int32).reshape(-1, 2)
@@ -382,10 +391,13 @@ class RunningTable:
         if num_taken > self.blocks.num_free:
             return False
         if num_taken:
-            # Places behind those that the row of each block holds already.
-            firsts = np.cumsum(num_wanted) - num_wanted
-            places = np.arange(num_taken) + np.repeat(num_held - firsts, num_wanted)
-            self.block_tables[np.repeat(rows, num_wanted), places] = self.blocks.allocate(num_taken)
+            holders, places = rows, num_held
+            if num_taken != len(rows) or not num_wanted.all():
+                # Places behind those that the row of each block holds already.
+                firsts = np.cumsum(num_wanted) - num_wanted
+                places = np.arange(num_taken) + np.repeat(num_held - firsts, num_wanted)
+                holders = np.repeat(rows, num_wanted)
+            self.block_tables[holders, places] = self.blocks.allocate(num_taken)
             self.num_blocks[rows] = num_held + num_wanted
         return True
 
@@ -395,7 +407,7 @@ class RunningTable:
         Returns how many they hold.
         """
         num_held = int(self.num_blocks[row])
-        num_wanted = min(-(-num_tokens // self.block_size) - num_held, self.blocks.num_free)
+        num_wanted = min(self.blocks_of(num_tokens) - num_held, self.blocks.num_free)
         if num_wanted > 0:
             self.block_tables[row, num_held : num_held + num_wanted] = self.blocks.allocate(
                 num_wanted
@@ -458,13 +470,13 @@ class RunningTable:
         assert sequence is not None, f"row {row} is empty"
         num_full = int(self.num_computed[row]) // self.block_size
         sequence.extend_keys(num_full, self.block_size)
+        keys, prefixes = sequence.prefix_keys, self.prefixes
         for index in range(int(self.num_named[row]), num_full):
-            block, key = int(self.block_tables[row, index]), sequence.prefix_keys[index]
-            present = self.prefixes.block(key)
+            block, key = int(self.block_tables[row, index]), keys[index]
+            present = prefixes.block(key)
             if present is None:
-                keys = sequence.prefix_keys
-                owner = self.prefixes.owner_behind(keys, index, sequence.request.cache_owner)
-                self.prefixes.name(key, block, owner)
+                owner = prefixes.owner_behind(keys, index, sequence.request.cache_owner)
+                prefixes.name(key, block, owner)
                 self.blocks.name(block, owner)
             else:
                 self.blocks.hold([present])

@@ -7,11 +7,12 @@ What every step reads and writes for every running sequence stands in the column
 
 import enum
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
 from serving.core.controls import SequenceControls
-from serving.core.prefix import PrefixKey, next_key
+from serving.core.prefix import PrefixKey, next_key, plain_key, token_bytes
 from serving.core.request import PRIORITY_MAX, FinishReason, Request, TokenDelta
 
 _ID_BITS = 47
@@ -54,6 +55,8 @@ class Sequence:
         seed: the request's seed, or the one drawn for it.
         stop_token_ids: every token that ends the sequence, end-of-sequence included if it counts.
         length_limit: tokens, prompt included, at which the sequence ends whatever it says.
+        added, news: what it has generated; `news` are the tokens of steps that nobody has asked
+            for yet (`output_token_ids`), which saves steps the growth of a list.
         row: its row of the running table, which is its state slot; 0 while it has none.
         is_promoted: it was outranked for so long that it now goes before every priority.
         num_overtakes: how many later sequences started while this one waited for room.
@@ -73,7 +76,8 @@ class Sequence:
     stop_token_ids: tuple[int, ...]
     length_limit: int
     status: SequenceStatus = SequenceStatus.WAITING
-    output_token_ids: list[int] = field(default_factory=list[int])
+    added: list[int] = field(default_factory=list[int])
+    news: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     row: int = 0
     is_promoted: bool = False
     num_overtakes: int = 0
@@ -94,6 +98,14 @@ class Sequence:
     def rank(self) -> int:
         """Its place among all sequences, by urgency and then by admission; 0 or more, unique."""
         return lowest_rank(self.urgency) + self.sequence_id
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens it has generated."""
+        if self.news:
+            self.added.extend(chain.from_iterable(self.news))
+            self.news.clear()
+        return self.added
 
     @property
     def num_tokens(self) -> int:
@@ -122,8 +134,15 @@ class Sequence:
         for index in range(len(self.prefix_keys), num_blocks):
             start = index * block_size
             before = self.prefix_keys[-1] if self.prefix_keys else self.root_key
-            token_ids = self.tokens(start, start + block_size)
-            self.prefix_keys.append(next_key(before, token_ids, start, self.request.images))
+            first = start - len(self.prompt)
+            if first >= 0:
+                # No image is generated.
+                data = token_bytes(self.output_token_ids[first : first + block_size])
+                key = plain_key(before, data)
+            else:
+                token_ids = self.tokens(start, start + block_size)
+                key = next_key(before, token_ids, start, self.request.images)
+            self.prefix_keys.append(key)
 
     def move_to(self, status: SequenceStatus) -> None:
         """Change the status; an illegal change is a defect of the engine."""

@@ -55,14 +55,15 @@ class SnapshotCopies:
         table = self._table
         if not table.prefixes.num_snapshots:
             return no_copies()
-        boundaries = ends // table.block_size
         if is_prefill:
             is_wanted = (table.cuts[rows] == ends[:, None]).any(axis=1)
         else:
-            is_wanted = boundaries * table.block_size > starts
+            is_wanted = ends - ends % table.block_size > starts
+        if not is_wanted.any():
+            return no_copies()
         pairs: list[tuple[int, int]] = []
-        wanted = zip(rows[is_wanted].tolist(), boundaries[is_wanted].tolist(), strict=True)
-        for row, num_blocks in wanted:
+        boundaries = ends[is_wanted] // table.block_size
+        for row, num_blocks in zip(rows[is_wanted].tolist(), boundaries.tolist(), strict=True):
             slot = table.prefixes.reserve_slot()
             if slot is None:
                 break
@@ -80,8 +81,11 @@ class SnapshotCopies:
         # A row has no other sequence before the steps that contain the last one are over.
         sequence = table.sequences[copy.row]
         boundary = copy.num_blocks * table.block_size
-        is_passed = table.num_computed_before[copy.row] < boundary <= table.num_computed[copy.row]
-        if sequence is None or not is_passed:
+        if (
+            sequence is None
+            or table.num_computed[copy.row] < boundary
+            or table.num_computed_before[copy.row] >= boundary
+        ):
             table.prefixes.return_slot(copy.slot)
             return
         sequence.extend_keys(copy.num_blocks, table.block_size)

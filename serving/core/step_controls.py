@@ -30,9 +30,10 @@ def plan_controls(
     Tokens of a decode row after its first one are drafts. If the row has a grammar, it knows them
     (`SequenceControls.take_drafts`).
     """
-    indexes = np.flatnonzero(table.is_controlled[rows])
-    if not len(indexes):
+    is_controlled = table.is_controlled[rows]
+    if not is_controlled.any():
         return None
+    indexes = np.flatnonzero(is_controlled)
     builder = _StepBuilder(kind, rows, starts, num_tokens, vocab_size)
     for index in indexes.tolist():
         sequence = table.sequences[int(rows[index])]

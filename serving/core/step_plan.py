@@ -40,9 +40,12 @@ class StepImage:
     features: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
+_NO_COPIES = np.zeros((0, 2), np.int32)
+
+
 def no_copies() -> np.ndarray:
     """[0, 2] int32, the state slots that a step without copies copies."""
-    return np.zeros((0, 2), np.int32)
+    return _NO_COPIES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,8 @@ does not, because it adds up rates of all drafts. So the total is chosen from th
 round before the newest, and only the sharing uses the newest.
 """
 
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,12 +58,13 @@ class StepCost:
         if self.sampling_ms < 0:
             raise ValueError(f"sampling_ms is {self.sampling_ms}; expected 0 or more")
 
-    def predict_ms(self, num_rows: np.ndarray) -> np.ndarray:
-        """[N] float64 time of a step for each of `num_rows` [N]: infinite past the largest size."""
-        sizes = np.array((*self.sizes, 0), np.float64)
-        times = np.array((*self.times_ms, np.inf), np.float64)
-        index = np.searchsorted(sizes[:-1], num_rows)
-        return times[index] + max(self.slope_ms, 0.0) * sizes[index] + self.sampling_ms
+    def time_ms(self, num_rows: int) -> float:
+        """Time of a step of so many rows; infinite past the largest size."""
+        index = bisect_left(self.sizes, num_rows)
+        if index == len(self.sizes):
+            return math.inf
+        slope_ms = max(self.slope_ms, 0.0)
+        return self.times_ms[index] + slope_ms * self.sizes[index] + self.sampling_ms
 
 
 def survival_rates(
@@ -75,7 +78,7 @@ def survival_rates(
             count as certain, so that they are not put off before anything is known of them.
         num_drafts: [S] integers, drafts that a sequence has and may use.
     """
-    rates = np.cumprod(confidences, axis=1, dtype=np.float64)
+    rates = confidences.cumprod(axis=1, dtype=np.float64)
     if not is_known.all():
         rates[~is_known] = 1.0
     if not (num_drafts >= rates.shape[1]).all():
@@ -104,16 +107,20 @@ def total_rows(rates: np.ndarray, num_drafts: np.ndarray, cost: StepCost | None)
             f"{num_sequences} sequences; expected at most {cost.sizes[-1]}, the largest size of "
             "the cost table"
         )
-    best = np.sort(usable)[::-1]
+    gains = np.sort(usable)[::-1].cumsum()
     # Between two sizes the time is that of the larger one and the gain grows, so that only the
     # ends of the stairs, and the last draft that gains anything, can be best.
     last = num_sequences + len(usable)
     ends = {min(max(size, num_sequences), last) for size in cost.sizes}
-    num_gaining = np.count_nonzero(best > 0)
-    totals = np.array(sorted({num_sequences, num_sequences + num_gaining, *ends}))
-    gains = np.concatenate(([0.0], np.cumsum(best)))
-    expected_tokens = num_sequences + gains[totals - num_sequences]
-    return int(totals[np.argmax(expected_tokens / cost.predict_ms(totals))])
+    num_gaining = int(np.count_nonzero(usable > 0))
+    best, most = num_sequences, 0.0
+    for total in sorted({num_sequences, num_sequences + num_gaining, *ends}):
+        num_extra = total - num_sequences
+        expected_tokens = num_sequences + (float(gains[num_extra - 1]) if num_extra else 0.0)
+        per_ms = expected_tokens / cost.time_ms(total)
+        if per_ms > most:
+            best, most = total, per_ms
+    return best
 
 
 def share_rows(rates: np.ndarray, num_drafts: np.ndarray, total: int) -> np.ndarray:

@@ -99,8 +99,8 @@ class Engine:
         self.limits = limits
         self.buckets = buckets
         self._random = random_source
-        self._step_ms = step_ms or {}
-        self._correction = CostCorrection(self._step_ms)
+        self._costs = decode_scheduler.DecodeCosts(buckets, step_ms or {})
+        self._correction = CostCorrection(step_ms or {})
         self._prefill_budget = prefill_budget
         self._draft_counts = DraftCounts(limits.num_drafts)
         self._length_max = length_max(limits)
@@ -375,7 +375,7 @@ class Engine:
             return None
         table = self._table
         num_tokens = decode_scheduler.choose_lengths(
-            table, self.buckets, rows, self._step_ms, self._correction.slope_ms
+            table, self._costs, rows, self._correction.slope_ms
         )
         token_ids = np.zeros(num_tokens.sum(), np.int32)
         is_known = table.num_in_flight[rows] == 0
@@ -394,7 +394,7 @@ class Engine:
         table = self._table
         starts = table.num_scheduled[rows]
         ends = starts + num_tokens
-        num_blocks = int(table.blocks_for(ends).max())
+        num_blocks = table.blocks_of(int(ends.max()))
         bucket = self.buckets.smallest(kind, len(rows), len(token_ids), num_blocks)
         assert bucket is not None, (
             f"no {kind.value} bucket for {len(rows)} rows, {len(token_ids)} tokens, {num_blocks} "
@@ -420,7 +420,8 @@ class Engine:
             starts=starts,
             num_tokens=num_tokens,
             token_ids=token_ids,
-            block_tables=table.block_tables[rows, : bucket.num_blocks],
+            # Wider than the bucket in general, but whole rows are gathered faster.
+            block_tables=table.block_tables.take(rows, axis=0)[:, : bucket.num_blocks],
             temperatures=table.temperatures[rows],
             top_ks=table.top_ks[rows],
             top_ps=table.top_ps[rows],

@@ -5,7 +5,7 @@ a single copy; `layout` says where each array stands in it.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -26,67 +26,131 @@ class ArrayPlace(NamedTuple):
     dtype: np.dtype
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+_COLUMNS = (
+    "starts",
+    "num_tokens",
+    "slots",
+    "temperatures",
+    "top_ks",
+    "top_ps",
+    "seed_low",
+    "seed_high",
+)
+"""The arrays with a value for each row, in the order in which they stand in a buffer."""
+
+_STARTS, _NUM_TOKENS, _SLOTS, _TEMPERATURES, _TOP_KS, _TOP_PS, _SEED_LOW, _SEED_HIGH = range(
+    len(_COLUMNS)
+)
+
+_TAIL_COLUMNS = ("visible_starts", "entry_starts", "tail_starts")
+"""Those that follow them in a step with a tail."""
+
+
+@dataclass(frozen=True, eq=False)
 class PackedStep:
     """The arrays of one step, padded to a bucket of `R` rows, `T` tokens and `B` blocks.
 
     Attributes:
         kind, bucket: the compiled step to run.
         num_rows, num_tokens_total: what is in use; the rest is padding.
-        token_ids: [T] int32, padded with 0; `IMAGE_FEATURE` for the tokens of the step's images.
-        row_index: [T] int32, the row of each token, padded with R.
-        starts: [R] int32, absolute position of each row's first token, padded with 0.
-        num_tokens: [R] int32, padded with 0.
-        slots: [R] int32, padded with 0.
-        block_tables: [R, B] int32, padded with 0.
+        buffer: [N] int32, the memory of all arrays, which are made when they are asked for: most
+            steps are only sent.
         num_tail_tokens: what `StepTail` calls `num_tokens`; None for a step without a tail.
-        visible_starts, entry_starts, tail_starts: [R] int32, padded with 0, of `StepTail`; None
-            for a step without a tail.
-        temperatures: [R] float32, padded with 0.   top_ks: [R] int32, padded with 0.
-        top_ps: [R] float32, padded with 1.
-        seed_low, seed_high: [R] uint32, the two halves of the seed, padded with 0.
-        buffer: [N] int32, the memory that all arrays above share.
     """
 
     kind: StepKind
     bucket: Bucket
     num_rows: int
     num_tokens_total: int
-    token_ids: np.ndarray
-    row_index: np.ndarray
-    starts: np.ndarray
-    num_tokens: np.ndarray
-    slots: np.ndarray
-    block_tables: np.ndarray
-    temperatures: np.ndarray
-    top_ks: np.ndarray
-    top_ps: np.ndarray
-    seed_low: np.ndarray
-    seed_high: np.ndarray
     buffer: np.ndarray
     num_tail_tokens: int | None = None
-    visible_starts: np.ndarray | None = None
-    entry_starts: np.ndarray | None = None
-    tail_starts: np.ndarray | None = None
+
+    @cached_property
+    def token_ids(self) -> np.ndarray:
+        """[T] int32, padded with 0; `IMAGE_FEATURE` for the tokens of the step's images."""
+        return self._array("token_ids")
+
+    @cached_property
+    def row_index(self) -> np.ndarray:
+        """[T] int32, the row of each token, padded with R."""
+        return self._array("row_index")
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[R] int32, absolute position of each row's first token, padded with 0."""
+        return self._array("starts")
+
+    @cached_property
+    def num_tokens(self) -> np.ndarray:
+        """[R] int32, padded with 0."""
+        return self._array("num_tokens")
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """[R] int32, padded with 0."""
+        return self._array("slots")
+
+    @cached_property
+    def block_tables(self) -> np.ndarray:
+        """[R, B] int32, padded with 0."""
+        return self._array("block_tables")
+
+    @cached_property
+    def temperatures(self) -> np.ndarray:
+        """[R] float32, padded with 0."""
+        return self._array("temperatures")
+
+    @cached_property
+    def top_ks(self) -> np.ndarray:
+        """[R] int32, padded with 0."""
+        return self._array("top_ks")
+
+    @cached_property
+    def top_ps(self) -> np.ndarray:
+        """[R] float32, padded with 1."""
+        return self._array("top_ps")
+
+    @cached_property
+    def seed_low(self) -> np.ndarray:
+        """[R] uint32, the lower half of each seed, padded with 0."""
+        return self._array("seed_low")
+
+    @cached_property
+    def seed_high(self) -> np.ndarray:
+        """[R] uint32, the upper half."""
+        return self._array("seed_high")
+
+    @cached_property
+    def visible_starts(self) -> np.ndarray | None:
+        """[R] int32, padded with 0, of `StepTail`; None for a step without a tail."""
+        return None if self.num_tail_tokens is None else self._array("visible_starts")
+
+    @cached_property
+    def entry_starts(self) -> np.ndarray | None:
+        """[R] int32, padded with 0, of `StepTail`; None for a step without a tail."""
+        return None if self.num_tail_tokens is None else self._array("entry_starts")
+
+    @cached_property
+    def tail_starts(self) -> np.ndarray | None:
+        """[R] int32, padded with 0, of `StepTail`; None for a step without a tail."""
+        return None if self.num_tail_tokens is None else self._array("tail_starts")
+
+    def _array(self, name: str) -> np.ndarray:
+        offset, shape, dtype = layout(self.bucket, self.num_tail_tokens is not None)[name]
+        return self.buffer[offset : offset + prod(shape)].view(dtype).reshape(shape)
 
 
 @cache
 def layout(bucket: Bucket, has_tail: bool = False) -> dict[str, ArrayPlace]:
     """Where each array of `PackedStep` stands in its buffer, in order; block tables come last."""
     rows, tokens = (bucket.num_rows,), (bucket.num_tokens,)
-    tail = {f"{name}_starts": (rows, np.int32) for name in ("visible", "entry", "tail")}
+    types = {"temperatures": np.float32, "top_ps": np.float32}
+    types |= {"seed_low": np.uint32, "seed_high": np.uint32}
+    columns = _COLUMNS + (_TAIL_COLUMNS if has_tail else ())
     arrays = {
         "token_ids": (tokens, np.int32),
         "row_index": (tokens, np.int32),
-        "starts": (rows, np.int32),
-        "num_tokens": (rows, np.int32),
-        "slots": (rows, np.int32),
-        "temperatures": (rows, np.float32),
-        "top_ks": (rows, np.int32),
-        "top_ps": (rows, np.float32),
-        "seed_low": (rows, np.uint32),
-        "seed_high": (rows, np.uint32),
-        **(tail if has_tail else {}),
+        **{name: (rows, types.get(name, np.int32)) for name in columns},
         "block_tables": ((bucket.num_rows, bucket.num_blocks), np.int32),
     }
     return places_of(arrays)
@@ -120,13 +184,6 @@ def empty_buffer(bucket: Bucket) -> np.ndarray:
     return np.concatenate([_padding(bucket, False), tables])
 
 
-def _views(buffer: np.ndarray, bucket: Bucket, has_tail: bool) -> dict[str, np.ndarray]:
-    return {
-        name: buffer[offset : offset + prod(shape)].view(dtype).reshape(shape)
-        for name, (offset, shape, dtype) in layout(bucket, has_tail).items()
-    }
-
-
 def pack(plan: StepPlan) -> PackedStep:
     """Pad a plan to its bucket.
 
@@ -148,35 +205,31 @@ def pack(plan: StepPlan) -> PackedStep:
     padding = _padding(bucket, tail is not None)
     buffer = np.empty(len(padding) + bucket.num_rows * bucket.num_blocks, np.int32)
     buffer[: len(padding)] = padding
-    views = _views(buffer, bucket, tail is not None)
-    views["token_ids"][:num_tokens] = plan.token_ids
+    token_ids, row_index = buffer[: 2 * bucket.num_tokens].reshape(2, -1)
+    token_ids[:num_tokens] = plan.token_ids
     for place in plan.images:
-        end = place.token_index + place.image.num_tokens
-        views["token_ids"][place.token_index : end] = IMAGE_FEATURE
-    views["row_index"][:num_tokens] = np.repeat(np.arange(num_rows), plan.num_tokens)
-    views["starts"][:num_rows] = plan.starts
-    views["num_tokens"][:num_rows] = plan.num_tokens
-    views["slots"][:num_rows] = plan.slots
-    views["block_tables"][:num_rows] = plan.block_tables
-    views["block_tables"][num_rows:] = 0
-    views["temperatures"][:num_rows] = plan.temperatures
-    views["top_ks"][:num_rows] = plan.top_ks
-    views["top_ps"][:num_rows] = plan.top_ps
-    seeds = np.ascontiguousarray(plan.seeds, dtype="<i8").view("<u4").reshape(num_rows, 2)
-    views["seed_low"][:num_rows] = seeds[:, 0]
-    views["seed_high"][:num_rows] = seeds[:, 1]
-    num_tail_tokens = None
+        token_ids[place.token_index : place.token_index + place.image.num_tokens] = IMAGE_FEATURE
+    row_index[:num_tokens] = np.repeat(np.arange(num_rows, dtype=np.int32), plan.num_tokens)
+    columns = buffer[2 * bucket.num_tokens : len(padding)].reshape(-1, bucket.num_rows)
+    floats = columns.view(np.float32)
+    columns[_STARTS, :num_rows] = plan.starts
+    columns[_NUM_TOKENS, :num_rows] = plan.num_tokens
+    columns[_SLOTS, :num_rows] = plan.slots
+    floats[_TEMPERATURES, :num_rows] = plan.temperatures
+    columns[_TOP_KS, :num_rows] = plan.top_ks
+    floats[_TOP_PS, :num_rows] = plan.top_ps
+    seeds = np.ascontiguousarray(plan.seeds, dtype="<i8").view("<i4").reshape(num_rows, 2)
+    columns[_SEED_LOW : _SEED_HIGH + 1, :num_rows] = seeds.T
     if tail is not None:
-        views["visible_starts"][:num_rows] = tail.visible_starts
-        views["entry_starts"][:num_rows] = tail.entry_starts
-        views["tail_starts"][:num_rows] = tail.starts
-        num_tail_tokens = tail.num_tokens
+        columns[len(_COLUMNS) :, :num_rows] = tail.visible_starts, tail.entry_starts, tail.starts
+    tables = buffer[len(padding) :].reshape(bucket.num_rows, bucket.num_blocks)
+    tables[:num_rows] = plan.block_tables
+    tables[num_rows:] = 0
     return PackedStep(
         plan.kind,
         bucket,
         num_rows,
         num_tokens,
-        buffer=buffer,
-        num_tail_tokens=num_tail_tokens,
-        **views,
+        buffer,
+        None if tail is None else tail.num_tokens,
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from serving.core.buckets import Bucket, BucketTable, StepKind
-from serving.core.decode_scheduler import choose_lengths, choose_rows
+from serving.core.decode_scheduler import DecodeCosts, choose_lengths, choose_rows
 from serving.core.request import Request, SamplingParams
 from serving.core.running_table import RunningTable
 from serving.core.sequence import Sequence
@@ -89,7 +89,7 @@ def lengths_of(
 ) -> list[int]:
     buckets = make_buckets(*decode)
     rows = choose_rows(table, buckets)
-    return choose_lengths(table, buckets, rows, step_ms or {}).tolist()
+    return choose_lengths(table, DecodeCosts(buckets, step_ms or {}), rows).tolist()
 
 
 def test_without_drafts_every_row_has_one_token() -> None:
@@ -141,9 +141,10 @@ def test_a_correction_makes_larger_steps_dearer() -> None:
     table.confidences[1:3] = table.confidences_before[1:3] = 0.5
     small, large = Bucket(2, 2, 64), Bucket(2, 12, 64)
     buckets = make_buckets(small, large)
-    rows, step_ms = choose_rows(table, buckets), {small: 1.0, large: 1.1}
+    rows = choose_rows(table, buckets)
+    costs = DecodeCosts(buckets, {small: 1.0, large: 1.1})
     for slope_ms, expected in ((0.0, [6, 6]), (-1.0, [6, 6]), (1.0, [1, 1])):
-        assert choose_lengths(table, buckets, rows, step_ms, slope_ms).tolist() == expected
+        assert choose_lengths(table, costs, rows, slope_ms).tolist() == expected
 
 
 def test_the_total_comes_from_the_round_before_and_the_shares_from_the_newest() -> None:

@@ -21,7 +21,8 @@ def make_sequence() -> Sequence:
 
 def test_every_slice_of_tokens() -> None:
     sequence = make_sequence()
-    sequence.output_token_ids += [7, 8]
+    sequence.output_token_ids.extend([7])
+    sequence.news.append((8,))
     tokens = [4, 5, 6, 7, 8]
     assert sequence.num_tokens == 5
     for start, stop in itertools.combinations_with_replacement(range(6), 2):

@@ -110,7 +110,7 @@ def test_of_what_is_generated_only_the_newest_snapshot_stays() -> None:
     row = enter(table, 0)
     sequence = table.sequences[row]
     assert sequence is not None
-    sequence.output_token_ids = list(range(20))
+    sequence.output_token_ids[:] = list(range(20))
     assert table.claim(row, 28)
     for step, end in enumerate((12, 16, 20, 24)):
         plan(copies, step, [row], [end], end == 12)
@@ -128,7 +128,7 @@ def test_a_boundary_that_drafts_may_pass_is_kept_only_if_they_do() -> None:
     row = enter(table, 0)
     sequence = table.sequences[row]
     assert sequence is not None
-    sequence.output_token_ids = list(range(10))
+    sequence.output_token_ids[:] = list(range(10))
     assert table.claim(row, 20)
     advance(table, row, 13)
     for step, (start, end, is_kept) in enumerate([(13, 15, False), (15, 17, True)]):
