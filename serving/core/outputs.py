@@ -27,7 +27,7 @@ def add_tokens(
     """
     is_stop = _is_stop(tokens, table.stop_tokens.take(rows, axis=0))
     ends_by_token = None
-    is_kept = tokens >= 0
+    is_kept = np.greater_equal(tokens, 0)
     if is_stop.any():
         ends_by_token = is_stop.any(axis=1)
         num_kept = np.where(ends_by_token, is_stop.argmax(axis=1) + 1, num_kept)

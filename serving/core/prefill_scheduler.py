@@ -82,23 +82,28 @@ def start_waiting(
 
 
 def _make_room(waiting: WaitingQueue[Sequence], table: RunningTable) -> None:
-    """Preempt what has a lower priority than the first in line, if that makes room for it.
+    """Preempt what has a lower priority than the first in line and the same owner, if that makes
+    room for it.
 
-    One that was promoted keeps its priority here: it goes first, but at nobody's cost.
+    *Why the same owner*: a tenant that calls its requests urgent must not stop those of others. One
+    that was promoted keeps its priority here: it goes first, but at nobody's cost.
     """
     first = next(iter(waiting))
     floor = lowest_rank(first.request.priority + 1)
     # What is on its way back may be enough.
-    while not table.is_retiring and table.is_any_behind(floor):
+    while not table.is_retiring:
+        behind = (table.own_ranks >= floor).nonzero()[0]
+        behind = behind[table.owners[behind] == first.request.cache_owner]
+        if not len(behind):
+            return
         needed = _num_needed_blocks(table, first, table.num_usable_blocks(first))
         num_free = table.blocks.num_free - num_promised_blocks(table)
         if table.slots.num_free and needed <= num_free:
             return
-        rows = np.flatnonzero(table.ranks >= floor)
-        num_free = table.blocks.num_free - num_promised_blocks(table, floor)
-        if needed > num_free + int(table.num_blocks[rows].sum()):
+        num_free = table.blocks.num_free - num_promised_blocks(table, behind)
+        if needed > num_free + int(table.num_blocks[behind].sum()):
             return
-        table.preempt_last()
+        table.preempt_last(behind)
         # The room is for nobody else.
         first.num_overtakes = OVERTAKES_MAX
 
@@ -112,17 +117,17 @@ def _num_needed_blocks(table: RunningTable, sequence: Sequence, num_usable: int)
     return num_needed
 
 
-def num_promised_blocks(table: RunningTable, rank_stop: int | None = None) -> int:
-    """Free blocks that running sequences, of a rank before `rank_stop`, will soon need."""
-    rows = table.prefilling_rows
-    if rank_stop is not None:
-        rows = rows[table.ranks[rows] < rank_stop]
+def num_promised_blocks(table: RunningTable, without: np.ndarray | None = None) -> int:
+    """Free blocks that running sequences, but for the rows `without` [N], will soon need."""
+    prefilling, decoding = table.prefilling_rows, table.decoding_rows
+    if without is not None:
+        prefilling = np.setdiff1d(prefilling, without, assume_unique=True)
+        decoding = np.setdiff1d(decoding, without, assume_unique=True)
+    rows = prefilling
     num_stored = np.minimum(table.num_tokens[rows] + 1, table.length_limits[rows] - 1)
     num_promised = int((table.blocks_for(num_stored) - table.num_blocks[rows]).sum())
-    rows = table.decoding_rows
-    if rank_stop is not None:
-        rows = rows[table.ranks[rows] < rank_stop]
-    # The last token of a sequence is never fed back, so its KV needs no room.
+    rows = decoding
+    # The last token of a sequence is never fed, so its KV needs no room.
     num_final = table.blocks_for(table.length_limits[rows] - 1)
     return num_promised + int((num_final > table.num_blocks[rows]).sum())
 

@@ -3,11 +3,12 @@
 A row of the table *is* a state slot: both belong to one sequence for the same time, so one number
 names both. Planning a step gathers columns at the step's rows; nothing walks sequence objects.
 
-Memory is taken by rank, which is the priority and then the order of admission. A sequence that
-needs a block when none is free preempts the last one in rank, if that comes after itself: the
-victim gives everything back, waits before its equals and later computes its prompt and output
-again. With none behind it, it sits the step out and keeps what it has. So the first in rank always
-advances, and since any accepted sequence fits the pool alone, all of them end.
+Memory is taken by rank (`running_columns.py`): by priority and then by the order of admission, and
+where there are several tenants they take turns. A sequence that needs a block when none is free
+preempts the last one in rank, if that comes after itself: the victim gives everything back, waits
+before its equals and later computes its prompt and output again. With none behind it, it sits the
+step out and keeps what it has. So the first in rank always advances, and since any accepted
+sequence fits the pool alone, all of them end.
 
 *Why preemption and not a reservation of the worst case*: most sequences end long before
 `max_tokens`, and a reservation would leave most of the pool empty. Tokens do not change by it:
@@ -38,54 +39,17 @@ from serving.core.blocks import BlockPool, StateSlotPool
 from serving.core.image_layout import whole_images_end
 from serving.core.prefix import PrefixIndex, block_boundary
 from serving.core.replay import ReplayRule
+from serving.core.running_columns import RunningColumns
 from serving.core.sequence import Sequence, SequenceStatus
 from serving.core.step_plan import no_copies
 
-_NO_SEQUENCE = -1
-_NO_TOKEN = -2
-"""Not -1, which stands in results where there is no token."""
 _EMPTY, _PREFILL, _DECODE = 0, 1, 2
 
 
-class RunningTable:
+class RunningTable(RunningColumns):
     """Columns of the sequences that hold memory, with the pools that the memory comes from.
 
-    Columns have one entry per row; those of empty rows have no meaning, except `sequence_ids` and
-    `ranks`.
-
     Attributes:
-        sequence_ids: [S] int64, -1 where no sequence runs.
-        ranks: [S] int64, `Sequence.rank`, -1 where no sequence runs.
-        num_tokens: [S] int32, tokens known, prompt and output.
-        num_scheduled: [S] int32, tokens whose KV is written, or will be by a step in flight; they
-            need not be known. If drafts are in flight, the most that it may be.
-        num_in_flight: [S] int32, steps in flight that contain the row; each keeps a token at least.
-        num_computed: [S] int32, tokens whose KV is written, and that stay.
-        num_computed_before: [S] int32, the same before the last settled step of the row.
-        num_named: [S] int32, blocks from the first on that others may share.
-        cuts: [S, 3] int32, positions at which a chunk of the prompt ends, ascending from 1 on.
-        tail_starts: [S] int32, first position that passes the upper layers; 0 for all.
-        visible_starts, entry_starts: [S] int32, where a replay of the row began, and up to where
-            its blocks were there (`core/replay.py`); 0 for a row that replays nothing.
-        length_limits: [S] int32, number of tokens at which the sequence ends.
-        last_tokens: [S] int32, the newest known token, of decoding rows.
-        last_steps: [S] int64, newest step that contains the row; -1 before the first.
-        num_blocks: [S] int32, blocks held.
-        block_tables: [S, B] int32, the blocks in order of position, then zeros.
-        stop_tokens: [S, K] int32, tokens that end the sequence, then -2.
-        temperatures: [S] float32.   top_ks: [S] int32.   top_ps: [S] float32.
-        seeds: [S] int64.
-        confidences, confidences_before: [S, N] float32, of the newest drafts that the host has
-            heard of and of those before them.
-        num_rounds: [S] int32, how often the host has heard of drafts.
-        is_controlled: [S] bool, rows whose sequence has controls.
-        is_stepwise: [S] bool, those of them whose controls go by all tokens before the next one.
-        num_usable_drafts: [S] int32, drafts that may be verified: all of them, or those that the
-            grammar of the row has to be asked about.
-        sequences: the sequence of each row, None where there is none.
-        request_ids, news: [S] objects, where the tokens of a step go: `request.request_id` and
-            `news` of the sequence.
-        num_prompt_tokens, num_cached_tokens: [S] int32, for deltas too.
         blocks, slots: the pools.
         prefixes: what may be shared. Slots `num_slots` and up are for its snapshots.
         kept: sequences and the number of their first blocks that became usable for others, where
@@ -102,44 +66,12 @@ class RunningTable:
         num_drafts: int = 0,
         replay: ReplayRule | None = None,
     ) -> None:
+        super().__init__(num_slots, context_blocks_max, num_drafts)
         self.slots = StateSlotPool(num_slots)
         self.prefixes = PrefixIndex(range(num_slots, num_slots + num_snapshots))
         self.blocks = BlockPool(num_blocks, self.prefixes.forget, self.prefixes.may_go)
         self.block_size = block_size
         self._replay = replay
-        self.sequences: list[Sequence | None] = [None] * num_slots
-        self.request_ids = np.full(num_slots, None, object)
-        self.news = np.full(num_slots, None, object)
-        self.num_prompt_tokens = np.zeros(num_slots, np.int32)
-        self.num_cached_tokens = np.zeros(num_slots, np.int32)
-        self.sequence_ids = np.full(num_slots, _NO_SEQUENCE, np.int64)
-        self.ranks = np.full(num_slots, _NO_SEQUENCE, np.int64)
-        self.num_tokens = np.zeros(num_slots, np.int32)
-        self.num_scheduled = np.zeros(num_slots, np.int32)
-        self.num_computed = np.zeros(num_slots, np.int32)
-        self.num_computed_before = np.zeros(num_slots, np.int32)
-        self.num_in_flight = np.zeros(num_slots, np.int32)
-        self.num_named = np.zeros(num_slots, np.int32)
-        self.cuts = np.zeros((num_slots, 3), np.int32)
-        self.tail_starts = np.zeros(num_slots, np.int32)
-        self.visible_starts = np.zeros(num_slots, np.int32)
-        self.entry_starts = np.zeros(num_slots, np.int32)
-        self.length_limits = np.zeros(num_slots, np.int32)
-        self.last_tokens = np.zeros(num_slots, np.int32)
-        self.last_steps = np.full(num_slots, -1, np.int64)
-        self.num_blocks = np.zeros(num_slots, np.int32)
-        self.block_tables = np.zeros((num_slots, context_blocks_max), np.int32)
-        self.stop_tokens = np.full((num_slots, 1), _NO_TOKEN, np.int32)
-        self.temperatures = np.zeros(num_slots, np.float32)
-        self.top_ks = np.zeros(num_slots, np.int32)
-        self.top_ps = np.ones(num_slots, np.float32)
-        self.seeds = np.zeros(num_slots, np.int64)
-        self.is_controlled = np.zeros(num_slots, bool)
-        self.is_stepwise = np.zeros(num_slots, bool)
-        self.num_usable_drafts = np.zeros(num_slots, np.int32)
-        self.confidences = np.zeros((num_slots, num_drafts), np.float32)
-        self.confidences_before = np.zeros((num_slots, num_drafts), np.float32)
-        self.num_rounds = np.zeros(num_slots, np.int32)
         self._phases = np.zeros(num_slots, np.int8)
         self._retiring: list[int] = []
         # Blocks that were replaced by equal ones, with the newest step that uses them.
@@ -241,8 +173,7 @@ class RunningTable:
         sequence.row = row
         sampling = sequence.request.sampling
         self.sequences[row] = sequence
-        self.sequence_ids[row] = sequence.sequence_id
-        self.ranks[row] = sequence.rank
+        self.rank(row, sequence)
         self.num_tokens[row] = sequence.num_tokens
         keys = sequence.keys(num_usable_blocks, self.block_size)
         has_state = self.num_with_state(keys, sequence.tail_start) == num_usable_blocks
@@ -274,7 +205,7 @@ class RunningTable:
         # A grammar has not seen the drafts of its row yet.
         has_grammar = controls is not None and controls.grammar is not None
         self.num_usable_drafts[row] = 0 if has_grammar else self.confidences.shape[1]
-        self._set_stop_tokens(row, sequence.stop_token_ids)
+        self.set_stop_tokens(row, sequence.stop_token_ids)
         self._phases[row] = _PREFILL
 
     def adopt(self, sequence: Sequence, held: list[int], num_more: int) -> None:
@@ -316,7 +247,7 @@ class RunningTable:
         sequence.tail_key = None
         self._restores.pop(row, None)
         self.sequences[row] = self.request_ids[row] = self.news[row] = None
-        self.sequence_ids[row] = self.ranks[row] = _NO_SEQUENCE
+        self.unrank(row)
         self._phases[row] = _EMPTY
         if self.last_steps[row] > self._settled_step:
             self._retiring.append(row)
@@ -344,13 +275,12 @@ class RunningTable:
         self.num_blocks[row] = num_held + num_wanted
         return True
 
-    def is_any_behind(self, rank: int) -> bool:
-        """Whether a sequence of this rank or a later one runs."""
-        return bool((self.ranks >= rank).any())
-
-    def preempt_last(self) -> None:
-        """Take the memory of the last sequence in rank; there must be one."""
-        row = int(np.argmax(self.ranks))
+    def preempt_last(self, among: np.ndarray | None = None) -> None:
+        """Take the memory of the last sequence in rank, of all or of the rows `among` [N]; there
+        must be one.
+        """
+        last = int(np.argmax(self.ranks if among is None else self.ranks[among]))
+        row = last if among is None else int(among[last])
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is empty"
         self.leave(row, SequenceStatus.WAITING)
@@ -490,12 +420,3 @@ class RunningTable:
         self.block_tables[row, :num_held] = 0
         self.num_blocks[row] = 0
         self.slots.release(row)
-
-    def _set_stop_tokens(self, row: int, stop_token_ids: tuple[int, ...]) -> None:
-        num_missing = len(stop_token_ids) - self.stop_tokens.shape[1]
-        if num_missing > 0:
-            self.stop_tokens = np.pad(
-                self.stop_tokens, ((0, 0), (0, num_missing)), constant_values=_NO_TOKEN
-            )
-        self.stop_tokens[row] = _NO_TOKEN
-        self.stop_tokens[row, : len(stop_token_ids)] = stop_token_ids

@@ -41,6 +41,7 @@ class CheckedEngine:
         images: tuple[RequestImage, ...] = (),
         cache_salt: str = "",
         priority: int = 0,
+        owner: str = "",
     ) -> str:
         """Admit a request and return its name; raises as the engine does."""
         sampling = sampling or SamplingParams(temperature=0)
@@ -51,8 +52,9 @@ class CheckedEngine:
                 tuple(prompt),
                 sampling,
                 images=images,
-                cache_salt=cache_salt,
+                cache_salt=cache_salt or owner,
                 priority=priority,
+                cache_owner=owner,
             )
         )
 

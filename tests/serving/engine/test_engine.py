@@ -122,7 +122,8 @@ def test_crowded_traces_end_with_the_right_tokens(seed: int) -> None:
         length = source.randint(1, min(14, checked.length_max - 1))
         sampling = SamplingParams(source.randint(1, 40), 0.5, ignore_eos=True)
         prompt = prompt_of(length, len(checked.outputs) % 4)
-        return [checked.admit(prompt, sampling, priority=source.choice([0, 0, 1]))]
+        priority, owner = source.choice([0, 0, 1]), source.choice(["", "", "a", "b"])
+        return [checked.admit(prompt, sampling, priority=priority, owner=owner)]
 
     for _ in range(30):
         limits = make_limits(

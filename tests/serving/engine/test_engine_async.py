@@ -55,7 +55,8 @@ def play(
             ignore_eos=source.random() < 0.5,
         )
         prompt, priority = prompt_of(length, source.randint(0, 2)), source.choice([0, 0, 3, -3])
-        name = checked.admit(prompt, sampling, priority=priority)
+        owner = source.choice(["", "", "a", "b"])
+        name = checked.admit(prompt, sampling, priority=priority, owner=owner)
         step_on(checked, source, name, 4, abort_share=0.15)
     checked.drain()
     return checked

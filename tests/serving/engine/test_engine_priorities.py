@@ -81,6 +81,26 @@ def test_a_low_priority_is_served_after_a_bounded_number_of_urgent_ones() -> Non
     checked.drain()
 
 
+@pytest.mark.parametrize("in_flight_max", [1, 2])
+def test_a_tenant_cannot_take_the_memory_of_another(in_flight_max: int) -> None:
+    """Neither by many requests nor by urgent ones; alone, the first tenant would keep all of it."""
+    limits = make_limits(num_blocks=13, num_slots=5, in_flight_max=in_flight_max)
+    checked = CheckedEngine(limits, BUCKETS)
+    for salt in range(3):
+        checked.admit(prompt_of(4, salt), LONG, owner="greedy")
+    modest = checked.admit(prompt_of(4, 3), LONG, priority=5, owner="modest")
+    while not checked.outputs[modest]:
+        checked.step()
+    checked.admit(prompt_of(4, 4), LONG, priority=-9, owner="greedy")
+    preempted: set[str] = set()
+    while modest not in checked.reasons:
+        checked.step()
+        waiting = checked.engine._waiting
+        preempted |= {one.request.request_id for one in waiting if one.num_preemptions}
+    assert preempted and modest not in preempted
+    checked.drain()
+
+
 def test_priorities_have_a_range() -> None:
     for priority in (-PRIORITY_MAX - 1, PRIORITY_MAX + 1):
         with pytest.raises(RequestError, match=f"priority is {priority}; expected") as caught:
