@@ -7,8 +7,15 @@ Then the prompt's full blocks and the state at their end are kept under the prom
 all that follows, each computes in blocks of its own. If the leader ends before that, the next one
 leads.
 
-*Why not copy the blocks of the leader*: it would save less than a block of prompt tokens for each
-sample, and would be a second way for blocks to be shared.
+*Why the partial tail is computed again and not copied*: to go on behind the prompt's last token a
+sample needs the unfinished block, the state slot as it was right there, and the logits after that
+token, from which each draws its first one by its own seed. The leader has overwritten the state by
+the time its token is known, since the next step is in flight already, so a second snapshot would
+have to be taken for every group, at a position where no other sequence looks for one; blocks would
+have a second way to be shared, by copies on the device that each step would have to be ordered
+with; and the last token would have to be computed for its logits all the same, in the same one
+step. What would be saved is less than a block of prompt tokens for each sample, and those of all
+samples share a step.
 """
 
 import hashlib

@@ -27,11 +27,11 @@ def add_tokens(
     """
     is_stop = _is_stop(tokens, table.stop_tokens.take(rows, axis=0))
     ends_by_token = None
-    is_kept = np.greater_equal(tokens, 0)
+    is_kept = tokens >= 0
     if is_stop.any():
         ends_by_token = is_stop.any(axis=1)
         num_kept = np.where(ends_by_token, is_stop.argmax(axis=1) + 1, num_kept)
-        is_kept = np.arange(tokens.shape[1]) < num_kept[:, None]
+        is_kept = np.arange(int(tokens.shape[1])) < num_kept[:, None]
     num_tokens = table.num_tokens[rows] + num_kept
     table.num_tokens[rows] = num_tokens
     table.last_tokens[rows] = tokens[np.arange(len(rows)), num_kept - 1]
