@@ -78,7 +78,7 @@ class DecodeCosts:
             self._slope_ms = slope_ms
         bound = self._bound(num_rows, num_blocks)
         if bound not in self._costs:
-            self._costs[bound] = self._new_cost(self._fitting(num_rows, num_blocks))
+            self._costs[bound] = self._cost_of(self._fitting(num_rows, num_blocks))
         return self._costs[bound]
 
     def _bound(self, num_rows: int, num_blocks: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class DecodeCosts:
     def _fitting(self, num_rows: int, num_blocks: int) -> list[Bucket]:
         return [b for b in self._buckets if b.num_rows >= num_rows and b.num_blocks >= num_blocks]
 
-    def _new_cost(self, buckets: list[Bucket]) -> StepCost | None:
+    def _cost_of(self, buckets: list[Bucket]) -> StepCost | None:
         times: dict[int, float] = {}
         for bucket in buckets:
             if bucket not in self._step_ms:
