@@ -20,6 +20,7 @@ from prometheus_client.utils import floatToGoString
 from serving.frontend.kv_exposition import tier_metrics
 from serving.kv.offload import OffloadStatus
 from serving.nodes.messages import WorkerStatus
+from serving.nodes.values import VisionStatus
 from serving.observe import Histogram, ServiceMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -197,6 +198,7 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
         "engine_steps": ("Steps planned", engine.num_steps),
         "preemptions": ("Requests put back for want of blocks", engine.num_preemptions),
     }
+    yield from _vision_metrics(status.vision)
     if status.offload is not None:
         yield from _offload_metrics(status.offload)
     for name, (text, value) in counters.items():
@@ -210,6 +212,36 @@ def _gauges(status: WorkerStatus) -> Iterator[Metric]:
         for place, count in enumerate(counts):
             family.add_metric([str(place)], count)
         yield family
+
+
+def _vision_metrics(workers: Mapping[str, VisionStatus]) -> Iterator[Metric]:
+    """What each vision worker of a cluster has, and has done."""
+    counters = {
+        "encoded": "Images encoded",
+        "hits": "Images that were encoded before",
+        "sent": "Images whose features were sent to others",
+        "missing": "Images whose features were asked for and gone",
+        "evicted": "Images whose features had to go",
+    }
+    gauges = {
+        "num_waiting": "Images waiting to be encoded",
+        "num_waiting_tokens": "Image tokens waiting to be encoded",
+        "num_encoding": "Images being encoded",
+        "num_kept": "Images whose features are kept",
+        "kept_bytes": "Bytes of the features that are kept",
+    }
+    if not workers:
+        return
+    for name, text in counters.items():
+        counter = CounterMetricFamily(f"deepinfer_vision_{name}", text, labels=["node"])
+        for node, status in sorted(workers.items()):
+            counter.add_metric([node], getattr(status, f"num_{name}"))
+        yield counter
+    for name, text in gauges.items():
+        gauge = GaugeMetricFamily(f"deepinfer_vision_{name}", text, labels=["node"])
+        for node, status in sorted(workers.items()):
+            gauge.add_metric([node], getattr(status, name))
+        yield gauge
 
 
 def _offload_metrics(offload: OffloadStatus) -> Iterator[Metric]:

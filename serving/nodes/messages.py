@@ -1,7 +1,7 @@
 """Every message that crosses between nodes, one frozen dataclass each."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
@@ -20,6 +20,7 @@ from serving.nodes.values import (
     MemberCard,
     NodeId,
     NodeStatus,
+    VisionStatus,
 )
 
 
@@ -141,6 +142,7 @@ class QueryStatus:
 class WorkerStatus:
     """A worker's gauges at one moment. `failure` says why it cannot serve, None when it can;
     `programs` is what it compiled at its start. `offload` is None for a worker without KV tiers.
+    `vision` are the vision workers of a cluster, by name.
     """
 
     query_id: int
@@ -148,6 +150,7 @@ class WorkerStatus:
     engine: EngineStatus
     programs: tuple[CompiledProgram, ...] = ()
     offload: OffloadStatus | None = None
+    vision: dict[str, VisionStatus] = field(default_factory=dict[str, VisionStatus])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from serving.nodes import messages
 from serving.nodes.calls import Calls
 from serving.nodes.messages import RefusalReason
 from serving.nodes.pools import DECODE, PREFILL, WorkerPools
-from serving.nodes.registry import Registry
+from serving.nodes.registry import VISION, Registry
 from serving.nodes.vision_pool import VisionPool
 
 
@@ -90,4 +90,10 @@ class Reception:
         statuses = [m.status.engine for m in self._registry.members() if m.status]
         total = total_status([status for status in statuses if status is not None])
         num_waiting = total.num_waiting + self._calls.num_waiting
-        return messages.WorkerStatus(query_id, failure, replace(total, num_waiting=num_waiting))
+        vision = {
+            member.node_id.name: member.status.vision
+            for member in self._registry.members(VISION)
+            if member.status is not None and member.status.vision is not None
+        }
+        engine = replace(total, num_waiting=num_waiting)
+        return messages.WorkerStatus(query_id, failure, engine, vision=vision)

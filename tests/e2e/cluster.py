@@ -10,16 +10,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import deepseek_recipe as recipe
 import httpx
 
 from serving.core.request import Request, SamplingParams
+from serving.frontend.images import ImageReader
 from serving.frontend.text import PlainDecoder, TextCodec
 from serving.frontend.usage import UsageRecord, read_records
 from serving.kv.cluster_key import ClusterKey
 from serving.kv_process import ask
 from sharding.config_file import ConfigError
+from tests.e2e.pictures import chat, picture
 from tests.serving.engine.simulated_device import expected_tokens
-from tests.serving.scripted_node import NODE_COMMAND
+from tests.serving.scripted_node import GEOMETRY, NODE_COMMAND
 
 ROOT = Path(__file__).parents[2]
 MODEL_DIR = ROOT / "tests" / "golden" / "tiny-v41"
@@ -62,6 +65,10 @@ role = "prefill"
 role = "decode"
 [cluster.nodes.d1]
 role = "decode"
+[cluster.nodes.v0]
+role = "vision"
+[cluster.nodes.v1]
+role = "vision"
 [cluster.nodes.m0]
 role = "metadata"
 [cluster.nodes.s0]
@@ -74,6 +81,7 @@ role = "storage"
 role = "storage"
 """
 NODES = ("prefill/p0", "prefill/p1", "decode/d0", "decode/d1")
+VISION_NODES = ("vision/v0", "vision/v1")
 TIER_NODES = ("metadata/m0", "storage/s0", "storage/s1", "storage/s2", "storage/s3")
 
 
@@ -109,7 +117,8 @@ class Cluster:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            self.settle()
+            # A dozen processes start.
+            self.settle(180)
         except AssertionError:
             self.stop()
             raise
@@ -128,7 +137,10 @@ class Cluster:
         return next((node for node in nodes if node["node"] == name), {})
 
     def slow_down(self, name: str, seconds: float) -> None:
-        """From now on parts of contexts that a worker sends arrive so much later; 0: at once."""
+        """From now on parts of contexts that a worker sends arrive so much later; 0: at once.
+
+        An image takes a vision worker so long.
+        """
         path = self._folder / f"slow-{name}"
         if seconds:
             path.write_text(str(seconds))
@@ -143,7 +155,7 @@ class Cluster:
         except ConfigError:
             return {}
 
-    def settle(self) -> dict[str, Any]:
+    def settle(self, seconds: float = 40.0) -> dict[str, Any]:
         """Wait until all nodes are there and none of them holds anything."""
 
         def is_settled() -> dict[str, Any] | None:
@@ -154,11 +166,11 @@ class Cluster:
                 if node["state"] == "available" and node["status"] is not None
             ]
             known = {node["node"] for node in overview.get("tier_nodes", [])}
-            is_whole = len(statuses) == len(NODES) and known == set(TIER_NODES)
+            is_whole = len(statuses) == len((*NODES, *VISION_NODES)) and known == set(TIER_NODES)
             at_rest = all(is_at_rest(status) for status in statuses)
             return overview if is_whole and at_rest and not overview["requests"] else None
 
-        return wait_for(is_settled, f"a cluster at rest\n{self.text()}")
+        return wait_for(is_settled, f"a cluster at rest\n{self.text()}", seconds)
 
     def check_usage(self) -> None:
         """Every accepted call since the last look has one record, of what its client has got."""
@@ -204,8 +216,12 @@ class Cluster:
 
 
 def is_at_rest(status: dict[str, Any]) -> bool:
-    """Whether a worker holds no memory, context, reservation or request."""
+    """Whether a worker holds no memory, context, reservation or request, and no image waits."""
     engine, hand_offs = status["engine"], status["hand_offs"]
+    if status["vision"] is not None:
+        return not status["vision"]["num_waiting"] and not status["vision"]["num_encoding"]
+    if status["features"]["num_pulling"] or status["features"]["held_bytes"]:
+        return False
     return (
         engine["num_free_blocks"] == engine["num_blocks"]
         and engine["num_free_slots"] == engine["num_slots"]
@@ -320,3 +336,41 @@ class Stream:
         for choice in event.get("choices", []):
             self.text += choice["text"]
             self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+
+class Asking(threading.Thread):
+    """A client that asks about pictures, which differ by their seeds."""
+
+    def __init__(self, cluster: Cluster, *seeds: int) -> None:
+        super().__init__(daemon=True)
+        self._answer: httpx.Response | None = None
+        self._url = f"{cluster.url}/v1/chat/completions"
+        self._chat = chat(*(picture(seed, 42 + seed, 60) for seed in seeds))
+        self.start()
+
+    def run(self) -> None:
+        body = {"model": "tiny-v41", "messages": self._chat, "max_tokens": 20, "temperature": 0}
+        body |= {"seed": 3, "ignore_eos": True}
+        self._answer = httpx.post(self._url, json=body, timeout=60)
+
+    def check(self) -> None:
+        """It got the answer to these pictures."""
+        self.join(60)
+        assert self._answer is not None and self._answer.status_code == 200, self._answer
+        message = self._answer.json()["choices"][0]["message"]
+        said = (message.get("reasoning_content") or "") + (message.get("content") or "")
+        assert said.rstrip("\ufffd") == self._expected()
+
+    def _expected(self) -> str:
+        codec = TextCodec.load(MODEL_DIR).with_image_token(GEOMETRY.token_id)
+        options = (
+            recipe.ConversionOptions()
+            .with_special_tokens(codec.special_tokens)
+            .with_model_versions_by_name({"m": recipe.ModelVersion.DeepseekV41Flash})
+        )
+        body = {"model": "m", "messages": self._chat}
+        converted = recipe.ChatCompletionRequest(body).convert(options)
+        prompt = ImageReader(GEOMETRY).encode(converted.conversation, codec)
+        sampling = SamplingParams(20, temperature=0, seed=3, ignore_eos=True)
+        request = Request("a", prompt.token_ids, sampling, images=prompt.images)
+        return codec.decode(expected_tokens(request, 3, CONTEXT_MAX)).rstrip("\ufffd")

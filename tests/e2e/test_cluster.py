@@ -1,10 +1,10 @@
 """Goal: a client of a cluster gets its tokens, each of them once and in order, whatever happens to
 the processes behind it; or one clear error in time; and nothing of it stays anywhere.
 
-Method: one supervised cluster of real processes for all tests: router, two prefill and two decode
-workers, around simulated devices, which notice wrong blocks and states. After each test all nodes
-must be there again and hold nothing, and every call that was accepted must have one usage record of
-the tokens that its client got. Clients stream over HTTP.
+Method: one supervised cluster of real processes for all tests: router, two prefill, two decode and
+two vision workers, around simulated devices, which notice wrong blocks, states and features. After
+each test all nodes must be there again and hold nothing, and every call that was accepted must have
+one usage record of the tokens that its client got. Clients stream over HTTP.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.cluster import NODES, Cluster, Stream, wait_for
+from tests.e2e.cluster import NODES, VISION_NODES, Asking, Cluster, Stream, wait_for
 from tests.serving.span_receiver import Receiver, attributes, span_receiver
 
 
@@ -296,8 +296,10 @@ def test_the_router_lost(cluster: Cluster) -> None:
 
 def test_the_overview_tells_of_all_nodes(cluster: Cluster) -> None:
     overview = cluster.settle()
-    assert sorted(node["node"] for node in overview["nodes"]) == sorted(NODES)
-    for node in overview["nodes"]:
+    workers = [node for node in overview["nodes"] if node["node"] in NODES]
+    names = sorted(node["node"] for node in overview["nodes"])
+    assert names == sorted((*NODES, *VISION_NODES))
+    for node in workers:
         assert node["address"].startswith("ipc://") and node["silent_s"] < 1.6
         assert node["status"]["engine"]["num_slots"] == 2 and node["load"]
     assert overview["missing_roles"] == [] and overview["num_waiting"] == 0
@@ -310,3 +312,71 @@ def test_the_supervisor_tells_of_every_node(running: Cluster) -> None:
         assert any(line.startswith(f"{name} ") and " ready " in line for line in running.lines)
     assert any("ended with code -9; again in 0.5 s" in line for line in running.lines)
     assert Path(running.node("decode/d0")["address"].removeprefix("ipc://")).exists()
+
+
+def vision(cluster: Cluster, what: str) -> int:
+    """A count of both vision workers together."""
+    return sum(cluster.node(name)["status"]["vision"][what] for name in VISION_NODES)
+
+
+def features(cluster: Cluster, what: str) -> int:
+    """A count of all workers that pull features."""
+    return sum(cluster.node(name)["status"]["features"][what] for name in NODES)
+
+
+def test_images_are_encoded_by_vision_workers(cluster: Cluster) -> None:
+    encoded, sent = vision(cluster, "num_encoded"), vision(cluster, "num_sent")
+    asked = [Asking(cluster, 1, 5), Asking(cluster, 7), Asking(cluster, 5)]
+    for one in asked:
+        one.check()
+    cluster.settle()
+    # Each picture once, and moved once for all that wait for it at one worker.
+    assert vision(cluster, "num_encoded") - encoded in (3, 4)
+    assert vision(cluster, "num_sent") - sent in (3, 4) and not features(cluster, "num_lost")
+    cluster.slow_down("v0", 2.0)
+    cluster.slow_down("v1", 2.0)
+    try:
+        slow = Asking(cluster, 2)
+        wait_for(lambda: cluster.overview()["num_waiting_images"] == 1, "an image")
+        # Text does not wait for it.
+        Stream(cluster, 40, 900, max_tokens=5).check()
+        assert cluster.overview()["requests"] == {"encoding": 1}
+    finally:
+        cluster.slow_down("v0", 0)
+        cluster.slow_down("v1", 0)
+    slow.check()
+    page = httpx.get(f"{cluster.url}/metrics").text
+    assert 'deepinfer_vision_encoded_total{node="v1"}' in page
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_vision_worker_lost_has_its_images_encoded_elsewhere(
+    cluster: Cluster, number: int
+) -> None:
+    salt = 10 + number
+    cluster.slow_down("v0", 30.0)
+    try:
+        # One of the two goes to each worker.
+        asked = Asking(cluster, salt, salt + 20)
+        wait_for(
+            lambda: cluster.node("vision/v0")["status"]["vision"]["num_encoding"], "an image there"
+        )
+        pid = cluster.signal("vision/v0", number)
+    finally:
+        cluster.slow_down("v0", 0)
+    asked.check()
+    if number == signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: cluster.node("vision/v0").get("pid", pid) != pid, "another process")
+
+
+def test_without_vision_workers_prompts_encode_their_images(cluster: Cluster) -> None:
+    before = features(cluster, "num_taken")
+    pids = [cluster.signal(name, signal.SIGSTOP) for name in VISION_NODES]
+    try:
+        Asking(cluster, 60, 61).check()
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert features(cluster, "num_taken") == before

@@ -1,9 +1,9 @@
 """Goal: with the real model, a prompt that one process computes and another goes on with gives the
 tokens of a single process: short and in chunks, with a cached prefix, in company, drawn with a
-seed, with a grammar, and with penalties; also when the process that generates is killed. What one
-prefill worker has computed is stored, and found by others when it is gone.
+seed, with a grammar, with images, and with penalties; also when the process that generates is
+killed. What one prefill worker has computed is stored, and found by others when it is gone.
 
-Method: `python -m serving` with a cluster of two prefill and two decode workers around the golden
+Method: `python -m serving` with two prefill, two decode and one vision worker around the golden
 checkpoint; the expected tokens are those of an engine in this process.
 """
 
@@ -24,6 +24,7 @@ import pytest
 from serving import LLM
 from serving.core.request import SamplingParams
 from tests.e2e.cluster import MODEL_DIR, ROOT, wait_for
+from tests.e2e.pictures import chat, picture
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +54,8 @@ role = "prefill"
 role = "decode"
 [cluster.nodes.d1]
 role = "decode"
+[cluster.nodes.v0]
+role = "vision"
 """
 
 
@@ -78,7 +81,7 @@ class Server:
 
         try:
             self.url: str = wait_for(url, "a start", 280)
-            wait_for(lambda: len(self.nodes()) == 4, "four workers", 200)
+            wait_for(lambda: len(self.nodes()) == 5, "five workers", 200)
         except AssertionError as error:
             self.stop()
             raise AssertionError("\n".join(self.lines)) from error
@@ -162,6 +165,25 @@ def test_drawn_penalised_and_constrained_text_goes_on_too(server: Server, llm: L
     )
     answer = server.complete(prompt, 40, ignore_eos=False, guided_regex="[ab]{12}c")
     assert len(text_of(answer)) == 13 and set(text_of(answer)) <= set("abc")
+
+
+def test_images_are_encoded_elsewhere_and_change_nothing(server: Server, llm: LLM) -> None:
+    chats = [
+        chat(picture(1, 90, 60), {"type": "text", "text": "or"}, picture(5, 42, 70)),
+        chat(picture(3, 60, 90)),
+    ]
+    sampling = SamplingParams(16, temperature=0, ignore_eos=True)
+    for output, messages in zip(llm.generate(chats, sampling), chats, strict=True):
+        body = {"model": "tiny-v41", "messages": messages, "max_tokens": 16, "temperature": 0}
+        body["ignore_eos"] = True
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+        said = answer.raise_for_status().json()["choices"][0]["message"]
+        text = (said.get("reasoning_content") or "") + (said.get("content") or "")
+        assert text.rstrip("\ufffd") == output.text.rstrip("\ufffd")
+    nodes = {node["node"]: node["status"] for node in server.nodes()}
+    given = [status["features"]["num_taken"] for name, status in nodes.items() if "p" in name]
+    assert sum(given) == 3
+    assert nodes["vision/v0"]["vision"]["num_encoded"] == 3
 
 
 def test_a_decode_worker_that_is_killed_is_not_noticed(server: Server, llm: LLM) -> None:

@@ -12,35 +12,52 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import serving.__main__ as command_line
 from serving import node_process
-from serving.cluster import ModelFacts, plan_capacity
+from serving.cluster import ModelFacts, VisionFacts, plan_capacity
 from serving.code_version import code_version
-from serving.config import CACHE_NAME, ROUTER_NAME, TIER_ROLES, ServingConfig, load_config
+from serving.config import (
+    CACHE_NAME,
+    ROUTER_NAME,
+    TIER_ROLES,
+    VISION_ROLE,
+    ServingConfig,
+    load_config,
+)
 from serving.core.admission import EngineLimits
 from serving.core.blocks import BLOCK_SIZE
+from serving.core.image_layout import ImageGeometry
+from serving.core.request import RequestImage
 from serving.core.step_plan import StepResult
 from serving.kv.store import PayloadForm, layout_id
 from serving.kv_commands import cache_link
-from serving.node_process import WorkerParts, run_worker
+from serving.node_process import VisionParts, WorkerParts, run_worker
 from serving.nodes.messages import Blocks, Message
 from serving.nodes.values import NodeId
 from serving.supervisor import meeting_place, run_cluster
 from serving.transport.zeromq import ZeroMQNetwork
 from sharding.config_file import override_from_text
-from tests.serving.engine.simulated_device import ROLLBACK_MAX, SimulatedDevice
+from tests.serving.engine.simulated_device import ROLLBACK_MAX, SimulatedDevice, features_of
 
 NODE_COMMAND = (sys.executable, "-m", "tests.serving.scripted_node")
 STEP_S = 0.01
 _BLOCK_BYTES = 8 * BLOCK_SIZE
 """A device's block holds its tokens."""
 
+GEOMETRY = ImageGeometry(
+    token_id=318, patch_size=14, downsample_ratio=3, max_image_tokens=32, min_pixels=1764
+)
+FEATURES = b"i" * 32
 FACTS = ModelFacts(
     vocab_size=320,
     max_position_embeddings=2**20,
     eos_token_id=1,
     kv_fingerprint=b"s" * 32,
     kv_form=PayloadForm(layout_id(b"s" * 32), (_BLOCK_BYTES // 2,) * 2, (ROLLBACK_MAX + 1) * 4 * 8),
+    images=GEOMETRY,
+    features=FEATURES,
 )
 
 
@@ -66,6 +83,19 @@ class SlowNetwork(ZeroMQNetwork):
             asyncio.get_running_loop().call_later(float(slow.read_text()), send)
             return True
         return super().send(source, destination, message)
+
+
+def make_encoder(config: ServingConfig, name: str, version: str) -> VisionParts:
+    """An encoder that takes the seconds that a file beside its socket says."""
+    slow = Path(config.cluster.address_of(name).removeprefix("ipc://")).with_name(f"slow-{name}")
+    sleep = threading.Event()
+
+    def encode(image: RequestImage) -> np.ndarray:
+        sleep.wait(float(slow.read_text()) if slow.exists() else STEP_S)
+        return features_of(image)
+
+    facts = VisionFacts(GEOMETRY, FEATURES, feature_bytes=4, tokens_per_s=1000.0)
+    return VisionParts(encode, facts, version)
 
 
 def make_device(config: ServingConfig) -> SlowDevice:
@@ -103,6 +133,9 @@ def main(arguments: list[str]) -> int:
     node_process.ZeroMQNetwork = SlowNetwork
     parent = int(options.parent) if options.parent else None
     node_id = NodeId(options.role, options.name)
+    if options.role == VISION_ROLE:
+        encoder = make_encoder(config, options.name, version)
+        return asyncio.run(run_worker(config, node_id, encoder, _say, parent))
     with cache_link(config.kv, config.cluster, FACTS.kv_form, None, _say) as link:
         parts = WorkerParts(make_device(config), FACTS, cache=link, code_version=version)
         return asyncio.run(run_worker(config, node_id, parts, _say, parent))

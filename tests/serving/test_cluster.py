@@ -7,6 +7,7 @@ Method: capacities compared with numbers worked out by hand; a built cluster ans
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from serving.cluster import (
@@ -14,18 +15,24 @@ from serving.cluster import (
     MESH_WORKER,
     Environment,
     ModelFacts,
+    ProcessFacts,
+    VisionFacts,
     build,
+    build_router,
+    build_vision,
     make_engine,
     plan_capacity,
 )
-from serving.config import EngineOptions, ServingConfig
+from serving.config import ClusterOptions, EngineOptions, ServingConfig
 from serving.core.buckets import Bucket, StepKind
 from serving.core.cost import PrefillCost
+from serving.core.image_layout import ImageGeometry
 from serving.core.replay import ReplayMode, ReplayRule
-from serving.core.request import Request, SamplingParams
+from serving.core.request import Request, RequestImage, SamplingParams
 from serving.nodes import messages
 from serving.nodes.messages import Message
 from serving.nodes.node import Execute, NodeId, Outbox, Send
+from serving.nodes.vision_worker import VisionWorker
 from serving.transport.driver import SystemClock
 from sharding.config_file import ConfigError
 from tests.serving.scripted import ScriptedExecutor
@@ -165,3 +172,24 @@ def test_built_worker_serves_and_uses_the_executor() -> None:
     effects = worker.outbox.take()
     assert effects[0] == Send(FRONTEND, messages.Admitted("a"))
     assert isinstance(effects[1], Execute)
+
+
+def test_vision_workers_need_room_for_an_image_and_routers_for_those_of_a_request() -> None:
+    facts = VisionFacts(
+        ImageGeometry(5, 14, 3, 100, 1764), b"f" * 32, feature_bytes=8, tokens_per_s=1.0
+    )
+
+    def encode(image: RequestImage) -> np.ndarray:
+        return np.zeros((image.num_tokens, 8), np.uint8)
+
+    def make(size: int) -> VisionWorker:
+        config = ServingConfig(cluster=ClusterOptions(vision_bytes=size))
+        process, node_id = ProcessFacts("ipc://v", "1", 7), NodeId("vision", "v")
+        return build_vision(config, facts, encode, random.Random(1), node_id, process)
+
+    assert make(800).status().vision is not None
+    with pytest.raises(ConfigError, match="vision_bytes is 799; expected at least 800"):
+        make(799)
+    few = ServingConfig(cluster=ClusterOptions(images_waiting_max=15))
+    with pytest.raises(ConfigError, match="images_waiting_max is 15 and images.per_request_max 16"):
+        build_router(few, SystemClock(), random.Random(1), "1")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serving.planner import ModelPlan
+from serving.config import ClusterOptions, ModelOptions, NodeOptions, ServingConfig
+from serving.planner import ModelPlan, check_roles
 from sharding.config_file import ConfigError
 
 
@@ -124,3 +125,16 @@ def test_bad_directories_are_named(bare: Path, tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match="config.json: no such file"):
         ModelPlan.of(tmp_path, "kvq")
+
+
+def test_roles_that_a_model_cannot_play_are_refused_before_anything_starts(bare: Path) -> None:
+    nodes = {name: NodeOptions(name) for name in ("prefill", "decode", "vision")}
+    config = ServingConfig(model=ModelOptions(str(bare)), cluster=ClusterOptions(nodes))
+    check_roles(config)
+    values = json.loads((bare / "config.json").read_text())
+    del values["vision_config"]
+    (bare / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"nodes\.vision has the role 'vision'.* no image enc"):
+        check_roles(config)
+    del nodes["vision"]
+    check_roles(ServingConfig(model=ModelOptions(str(bare)), cluster=ClusterOptions(nodes)))

@@ -13,6 +13,7 @@ from serving.engine.engine import EngineStatus
 from serving.frontend.exposition import render
 from serving.kv.offload import OffloadStatus
 from serving.nodes.messages import WorkerStatus
+from serving.nodes.values import VisionStatus
 from serving.observe import ServiceMetrics
 
 ENGINE = EngineStatus(
@@ -145,3 +146,16 @@ def test_use_of_the_kv_tiers() -> None:
     assert found["deepinfer_kv_offload_breaker_open"] == 1
     without = samples(ServiceMetrics(), WorkerStatus(1, None, ENGINE))
     assert not any("offload" in name for name in without)
+
+
+def test_vision_workers_have_their_own_numbers() -> None:
+    first = VisionStatus(num_waiting=3, kept_bytes=40, num_encoded=7, num_missing=1)
+    status = WorkerStatus(1, None, ENGINE, vision={"v0": first, "v1": VisionStatus()})
+    found = samples(ServiceMetrics(), status)
+    assert found["deepinfer_vision_encoded_total{node=v0}"] == 7
+    assert found["deepinfer_vision_missing_total{node=v0}"] == 1
+    assert found["deepinfer_vision_num_waiting{node=v0}"] == 3
+    assert found["deepinfer_vision_kept_bytes{node=v0}"] == 40
+    assert found["deepinfer_vision_encoded_total{node=v1}"] == 0
+    alone = samples(ServiceMetrics(), WorkerStatus(1, None, ENGINE))
+    assert not any(name.startswith("deepinfer_vision") for name in alone)

@@ -40,6 +40,7 @@ def test_the_status_is_that_of_all_engines() -> None:
     status = reception_of(fleet).worker_status(7)
     # Four workers with four slots each; one without an engine.
     assert (status.query_id, status.failure, status.engine.num_slots) == (7, None, 16)
+    assert status.vision["0"].num_encoded == 0
     assert reception_of(Fleet(2, 0, num_vision=1)).worker_status(8).failure == (
         "no decode worker is there"
     )
