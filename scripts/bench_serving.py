@@ -153,7 +153,7 @@ async def _direct_ms(num_calls: int) -> list[float]:
 
     clock = SystemClock()
     gateway = Gateway(FRONTEND, MESH_WORKER, clock, ServiceMetrics(), 4096)
-    worker = ScriptedWorker((5, 6, 7), 0.0, 8)
+    worker = ScriptedWorker((5, 6, 7), 0.0, 8, clock)
     names = iter(range(num_calls))
 
     async def one() -> float:

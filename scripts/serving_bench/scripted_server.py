@@ -25,7 +25,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from serving.clock import ns_of_s
+from serving.clock import Clock, ns_of_s
 from serving.cluster import FRONTEND, MESH_WORKER
 from serving.config import DEFAULT_MODEL_DIR, EngineOptions, QuotaOptions, ServerOptions
 from serving.core.request import FinishReason, Request, TokenDelta
@@ -61,10 +61,17 @@ class ScriptedWorker:
         step_s: time between steps; 0 answers a request whole, at once.
         num_tokens: tokens that a step brings each request.
         steps_max: steps after which requests get nothing more and stay open; 0 is no limit.
+
+    Steps are due at fixed times, as those of an engine that is not held up by who waits for them.
     """
 
     def __init__(
-        self, text_ids: tuple[int, ...], step_s: float, num_tokens: int, steps_max: int = 0
+        self,
+        text_ids: tuple[int, ...],
+        step_s: float,
+        num_tokens: int,
+        clock: Clock,
+        steps_max: int = 0,
     ) -> None:
         self.node_id = MESH_WORKER
         self.outbox = Outbox()
@@ -73,6 +80,8 @@ class ScriptedWorker:
         self._step_ns = ns_of_s(step_s)
         self._num_tokens = num_tokens
         self._steps_max = steps_max
+        self._clock = clock
+        self._due_ns = 0
         self._done: dict[str, tuple[Request, int]] = {}
 
     def on_message(self, source: NodeId, message: Message) -> None:
@@ -85,7 +94,8 @@ class ScriptedWorker:
                     self.outbox.send(FRONTEND, messages.Tokens((delta,)))
                     return
                 if not self._done:
-                    self.outbox.set_timer(_STEP, self._step_ns)
+                    self._due_ns = self._clock.now_ns()
+                    self._set_timer()
                 self._done[request.request_id] = (request, 0)
             case messages.Abort(request_id):
                 self._done.pop(request_id, None)
@@ -105,8 +115,14 @@ class ScriptedWorker:
             else:
                 del self._done[request.request_id]
         if self._done:
-            self.outbox.set_timer(_STEP, self._step_ns)
+            self._set_timer()
         self.outbox.send(FRONTEND, messages.Tokens(tuple(deltas)))
+
+    def _set_timer(self) -> None:
+        now_ns = self._clock.now_ns()
+        # One that could not keep up does not run after what it has missed.
+        self._due_ns = max(self._due_ns + self._step_ns, now_ns)
+        self.outbox.set_timer(_STEP, self._due_ns - now_ns)
 
     def _delta(self, request: Request, num_done: int, num: int) -> TokenDelta:
         is_last = num_done + num >= request.sampling.max_tokens
@@ -151,7 +167,7 @@ async def serve(options: argparse.Namespace) -> None:
     gateway = Gateway(FRONTEND, MESH_WORKER, clock, ServiceMetrics(), 4096)
     model = ServedModel(MODEL_NAME, codec, 2**20, _CONTEXT_MAX, None)
     worker = ScriptedWorker(
-        codec.encode_text(TEXT), options.step_ms / 1e3, options.tokens, options.steps_max
+        codec.encode_text(TEXT), options.step_ms / 1e3, options.tokens, clock, options.steps_max
     )
     with UsageLog(options.database) as usage:
         quota = QuotaOptions(tokens_per_minute=2**31 - 1, requests_per_minute=2**31 - 1)

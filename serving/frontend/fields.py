@@ -43,6 +43,7 @@ CHAT_NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
+    "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
 }

@@ -8,6 +8,7 @@ from serving.cluster import FRONTEND
 from serving.core.request import FinishReason, Request, SamplingParams, TokenDelta
 from serving.nodes import messages
 from serving.nodes.node import Send, SetTimer
+from tests.serving.nodes.fleet import VirtualClock
 
 
 def make_request(name: str, max_tokens: int) -> Request:
@@ -20,7 +21,7 @@ def deltas_of(worker: ScriptedWorker) -> list[TokenDelta]:
 
 
 def test_steps_bring_every_token_once() -> None:
-    worker = ScriptedWorker((7, 8, 9), 0.01, 2)
+    worker = ScriptedWorker((7, 8, 9), 0.01, 2, VirtualClock())
     for name, length in (("a", 5), ("b", 2)):
         worker.on_message(FRONTEND, messages.Submit(make_request(name, length)))
     assert any(isinstance(effect, SetTimer) for effect in worker.outbox.take())
@@ -38,13 +39,26 @@ def test_steps_bring_every_token_once() -> None:
 
 
 def test_without_steps_an_answer_is_whole_and_with_a_limit_it_stays_open() -> None:
-    worker = ScriptedWorker((7, 8, 9), 0.0, 2)
+    worker = ScriptedWorker((7, 8, 9), 0.0, 2, VirtualClock())
     worker.on_message(FRONTEND, messages.Submit(make_request("a", 7)))
     (delta,) = deltas_of(worker)
     assert delta.token_ids == (7, 8, 9, 7, 8, 9, 7) and delta.finish_reason is FinishReason.LENGTH
-    worker = ScriptedWorker((7, 8, 9), 0.01, 2, steps_max=1)
+    worker = ScriptedWorker((7, 8, 9), 0.01, 2, VirtualClock(), steps_max=1)
     worker.on_message(FRONTEND, messages.Submit(make_request("a", 7)))
     worker.on_timer("step")
     assert [delta.finish_reason for delta in deltas_of(worker)] == [None]
     worker.on_timer("step")
     assert not deltas_of(worker)
+
+
+def test_a_late_step_does_not_delay_those_after_it() -> None:
+    clock = VirtualClock()
+    worker = ScriptedWorker((7, 8, 9), 0.01, 2, clock)
+    worker.on_message(FRONTEND, messages.Submit(make_request("a", 9)))
+    delays = []
+    for now_ns in (13_000_000, 20_000_000, 55_000_000):
+        delays += [e.delay_ns for e in worker.outbox.take() if isinstance(e, SetTimer)]
+        clock.ns = now_ns
+        worker.on_timer("step")
+    delays += [e.delay_ns for e in worker.outbox.take() if isinstance(e, SetTimer)]
+    assert delays == [10_000_000, 7_000_000, 10_000_000, 0], "far behind, it starts anew"

@@ -106,6 +106,7 @@ def test_bad_sampling_params(body: dict[str, object], param: str) -> None:
         ("audio", None, {}),
         ("prediction", None, {}),
         ("web_search_options", None, {}),
+        ("modalities", ["text"], ["text", "audio"]),
     ],
 )
 def test_unsupported_fields(name: str, neutral: object, asking: object) -> None:
