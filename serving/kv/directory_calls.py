@@ -9,12 +9,10 @@ import itertools
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
+from serving.kv.key_bytes import split_keys
 from serving.kv.segment_index import Row
 from serving.kv.store import Name
-
-KEY_SIZE = 16
 
 Spot = tuple[int, int, int]
 """Where a payload lies: which of the segments of the answer, its first byte, its size."""
@@ -229,22 +227,11 @@ def pack_names(names: Sequence[Name]) -> tuple[bytes, bytes]:
     return bytes(name.kind for name in names), b"".join(name.key for name in names)
 
 
-def split_keys(data: bytes) -> list[bytes]:
-    """Keys of 16 bytes that were joined.
-
-    Raises:
-        ValueError: no whole number of keys.
-    """
-    if len(data) % KEY_SIZE:
-        raise ValueError(f"{len(data)} bytes of keys; expected a multiple of {KEY_SIZE}")
-    keys: list[bytes] = np.frombuffer(data, f"V{KEY_SIZE}").tolist()
-    return keys
-
-
 def unpack_names(kinds: bytes, keys: bytes) -> list[Name]:
     """The names of `pack_names`.
 
     Raises:
+        KeysError: no whole number of keys.
         ValueError: not as many keys as kinds.
     """
     split = split_keys(keys)

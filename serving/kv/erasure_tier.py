@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from serving.clock import Clock, ns_of_s
 from serving.kv import storage_wire
 from serving.kv.cluster_key import ClusterKey
-from serving.kv.eviction import TenantLimits
 from serving.kv.fragments import CorruptFragmentError, StripeCodec
+from serving.kv.indexed_tier import IndexedTier
 from serving.kv.node_links import LinkTimes, NodeLinks
 from serving.kv.segment_index import Row, SegmentIndex
 from serving.kv.store import (
@@ -30,7 +30,6 @@ from serving.kv.store import (
 from serving.kv.stripe_calls import Scattered, StripeCalls
 from serving.kv.stripe_repair import RepairOptions, StripeRepair
 from serving.kv.stripes import Coding, NodeStates, StripeMap, StripePlan, rank_nodes
-from serving.observe import Histogram
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class ErasureTimes:
     link: LinkTimes = field(default_factory=LinkTimes)
 
 
-class ErasureTier:
+class ErasureTier(IndexedTier):
     """A `BlockStore` over storage nodes.
 
     Args:
@@ -84,13 +83,12 @@ class ErasureTier:
         times: ErasureTimes | None = None,
         repair: RepairOptions | None = None,
     ) -> None:
+        super().__init__(SegmentIndex(bytes_max, tenant_bytes_max, ttl_s))
         self._clock = clock
         self._coding = coding
         self._random = random_source
         self._times = times or ErasureTimes()
         self._repair_options = repair or RepairOptions()
-        self._lock = threading.RLock()
-        self._index = SegmentIndex(bytes_max, tenant_bytes_max, ttl_s)
         self._map = StripeMap(coding)
         self._dropped: dict[str, None] = {}
         self._listed: set[str] = set()
@@ -269,32 +267,12 @@ class ErasureTier:
                 num_nodes_away=len(self._links.nodes - self._links.present()),
             )
 
-    def limit(self, tenant: bytes, limits: TenantLimits) -> None:
-        """Give a tenant limits of its own."""
-        with self._lock:
-            self._index.limit(tenant, limits)
-
-    @property
-    def evicted_age_s(self) -> Histogram:
-        """How old was what made room for others."""
-        return self._index.evicted_age_s
-
-    def sizes(self) -> Mapping[bytes, int]:
-        """Bytes of the payloads of each tenant."""
-        with self._lock:
-            return self._index.tenant_bytes
-
     def close(self) -> None:
         """Leave the nodes alone."""
         self._repair.close()
         self._links.close()
 
     # --- what not every tier does ---
-
-    def pin(self, names: Sequence[Name], is_pinned: bool) -> int:
-        """Keep payloads from being evicted, or no longer; how many of them there are."""
-        with self._lock:
-            return self._index.keep(names, is_pinned)
 
     def repair(self) -> int:
         """Make all missing fragments anew that can be made now; how many there were."""

@@ -26,6 +26,7 @@ from serving.kv import wire
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.eviction import LimitedTier, TenantLimits
 from serving.kv.host_tier import HostTier, Place, SharedArena
+from serving.kv.key_bytes import KeysError, split_keys
 from serving.kv.offload import Sightings
 from serving.kv.pinned_prefixes import PinnedPrefixes, Pinning
 from serving.kv.storage_reads import Fetch, StorageReads
@@ -171,6 +172,12 @@ class Fetcher:
         except msgspec.MsgspecError as error:
             _log.warning("a message that is none: %s", error)
             return
+        try:
+            self._take(client, message)
+        except KeysError as error:
+            _log.warning("%s: %s", type(message).__name__, error)
+
+    def _take(self, client: bytes, message: wire.Message) -> None:
         match message:
             case wire.Fetch():
                 self._on_fetch(client, message)
@@ -229,7 +236,7 @@ class Fetcher:
     # --- match and fetch ---
 
     def _on_fetch(self, client: bytes, message: wire.Fetch) -> None:
-        keys = wire.split_keys(message.keys)
+        keys = split_keys(message.keys)
         first, num_usable, has_state = message.first, message.num_usable, message.has_state
         blocks = [Name(PayloadKind.BLOCK, key) for key in keys]
         states = [Name(PayloadKind.STATE, key) for key in keys]
@@ -306,7 +313,7 @@ class Fetcher:
     # --- store ---
 
     def _on_offer(self, client: bytes, message: wire.Offer) -> None:
-        keys = wire.split_keys(message.keys)
+        keys = split_keys(message.keys)
         blocks = [Name(PayloadKind.BLOCK, key) for key in keys]
         state = Name(PayloadKind.STATE, keys[-1])
 
@@ -442,7 +449,7 @@ class Fetcher:
             numbers: dict[str, float | int] = {"blocks": result.num_blocks}
             self._send(client, wire.Answer(message.call, numbers, result.error))
 
-        keys = wire.split_keys(message.keys)
+        keys = split_keys(message.keys)
         if message.what == "unpin":
             self._prefixes.unpin(keys, answer)
         else:

@@ -23,6 +23,7 @@ from serving.core.prefix_transfer import StagedPrefix
 from serving.kv import wire
 from serving.kv.cluster_key import ClusterKey
 from serving.kv.host_tier import Place, SharedArena, StalePlaceError
+from serving.kv.key_bytes import join_keys
 from serving.kv.offload import (
     CacheCall,
     CacheReply,
@@ -101,12 +102,12 @@ class CacheLink:
             del self._calls[next(iter(self._calls))]
         match call:
             case FetchPrefix():
-                keys = wire.join_keys(call.keys)
+                keys = join_keys(call.keys)
                 tenant = tenant_id(call.salt)
                 message = wire.Fetch(number, keys, call.first, call.num_usable, tenant)
                 message.has_state, message.request = call.has_state, call.request_id
             case OfferPrefix():
-                message = wire.Offer(number, wire.join_keys(call.keys))
+                message = wire.Offer(number, join_keys(call.keys))
             case StorePrefix():
                 names = _items(call, self._form)
                 items = [(kind, key, HEADER_SIZE + size) for (kind, key), size in names]

@@ -104,6 +104,11 @@ class SegmentIndex:
         return set(self._segments)
 
     @property
+    def worn_segments(self) -> set[str]:
+        """The segments that are not whole any more."""
+        return set(self._worn)
+
+    @property
     def tenant_bytes(self) -> dict[bytes, int]:
         """Bytes of the payloads of each tenant that has any."""
         return self._queue.tenant_bytes

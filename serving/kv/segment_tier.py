@@ -7,8 +7,8 @@ payload are checked whenever they are read. Where the bytes of segments lie is a
 a `SegmentStorage` keeps a segment whole or not at all, and reads ranges of it.
 """
 
+import logging
 import struct
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from serving.clock import Clock
-from serving.kv.eviction import TenantLimits
+from serving.kv.indexed_tier import IndexedTier
 from serving.kv.segment_index import Location, Row, SegmentIndex
 from serving.kv.store import (
     Buffer,
@@ -26,7 +26,8 @@ from serving.kv.store import (
     StoreError,
     check,
 )
-from serving.observe import Histogram
+
+_log = logging.getLogger(__name__)
 
 _TRAILER = struct.Struct("<Q16s8s")
 _TRAILER_MAGIC = b"DJSEGMT2"
@@ -35,6 +36,9 @@ _GAP_MAX = 64 * 1024
 
 _RUN_BYTES_MAX = 1 << 20
 """Read with one call; so much is still in the processor's cache when it is checked."""
+
+_PURGE = 0
+"""Kind of the only row of a segment that says what is being purged."""
 
 _TAIL_BYTES = 64 * 1024
 """Read at once to find an index; enough for some hundreds of payloads."""
@@ -75,7 +79,7 @@ class SegmentStorage(Protocol):
         ...
 
 
-class SegmentTier:
+class SegmentTier(IndexedTier):
     """A `BlockStore` over a `SegmentStorage`.
 
     Args:
@@ -96,14 +100,17 @@ class SegmentTier:
         tenant_bytes_max: int = 0,
         ttl_s: int = 0,
     ) -> None:
+        super().__init__(SegmentIndex(bytes_max, tenant_bytes_max, ttl_s))
         self._storage = storage
         self._clock = clock
-        self._lock = threading.RLock()
-        self._index = SegmentIndex(bytes_max, tenant_bytes_max, ttl_s)
+        # Purges that have begun, by the segments that say so.
+        self._purges: dict[str, bytes | None] = {}
         self._num_written = self._num_read = self._num_corrupt = self._num_failed = 0
         self._bytes_written = self._bytes_read = 0
         self.refresh()
         with self._lock:
+            # What was being purged when a process ended must not come back.
+            self._go_on_purging(list(self._purges))
             self._index.make_room(0)
             self._remove_segments()
 
@@ -115,22 +122,30 @@ class SegmentTier:
         """
         with self._lock:
             # Taken first: what is written meanwhile is not missing from the list.
-            known = self._index.segments
+            known, before = self._index.segments, list(self._purges)
         try:
             sizes = self._storage.load()
         except OSError as error:
             raise StoreError(f"cannot be listed: {error.strerror or error}") from error
-        for segment in sorted(sizes.keys() - known):
+        for segment in sorted(sizes.keys() - known - self._purges.keys()):
             rows = read_rows(self._storage, segment, sizes[segment])
             with self._lock:
                 if rows is None:
                     self._num_corrupt += 1
                     self._remove_quietly(segment)
+                elif rows and rows[0].kind == _PURGE:
+                    self._purges[segment] = rows[0].tenant or None
                 else:
                     self._index.adopt(segment, rows, sizes[segment])
         with self._lock:
             for segment in known - sizes.keys():
                 self._index.remove(segment)
+            for marker in self._purges.keys() - sizes.keys():
+                del self._purges[marker]
+            for tenant in self._purges.values():
+                self._index.forget(self._index.of_tenant(tenant))
+            # Whoever began it may be at it still, or may have ended.
+            self._go_on_purging(before)
             self._remove_segments()
 
     def contains(self, names: Sequence[Name]) -> list[bool]:
@@ -205,20 +220,58 @@ class SegmentTier:
     def purge(self, tenant: bytes | None) -> int:
         """Drop all payloads of a tenant, or of everybody, for good; how many there were.
 
-        What shares their segments is written anew.
+        What shares their segments is written anew. That a purge has begun is written down first:
+        if the process ends in the middle, the next one goes on with it.
         """
         with self._lock:
-            names = self._index.of_tenant(tenant)
-            now_s = self._clock.unix_s()
-            places = [self._index.find(name, now_s) for name in names]
-            touched = {place.segment for place in places if place is not None}
-            self._index.forget(names)
-            left = [name for segment in touched for name in self._index.in_segment(segment)]
-            survivors = [data for data in self.read(left) if data is not None]
-            for segment in touched:
-                self._index.remove(segment)
-            self._remove_segments()
+            return self._purge(tenant, self._mark_purge(tenant))
+
+    def _mark_purge(self, tenant: bytes | None) -> str | None:
+        """A segment that says what is purged; None if the storage takes no more."""
+        parts, size = segment_parts([Row(_PURGE, bytes(16), 0, tenant or b"", 0)], [])
+        marker = self._storage.choose_name(size)
+        try:
+            self._storage.write(marker, parts)
+        except OSError as error:
+            # A full disk is a reason to purge, not one to refuse it.
+            self._num_failed += 1
+            _log.warning("a purge is not written down: %s", error)
+            self._remove_quietly(marker)
+            return None
+        self._purges[marker] = tenant
+        return marker
+
+    def _go_on_purging(self, markers: Iterable[str]) -> None:
+        for marker in markers:
+            if marker in self._purges:
+                try:
+                    # What has been forgotten already lies in segments that are not whole.
+                    self._purge(self._purges[marker], marker, self._index.worn_segments)
+                except StoreError as error:
+                    _log.warning("a purge is not over: %s", error)
+
+    def _purge(self, tenant: bytes | None, marker: str | None, touched: Iterable[str] = ()) -> int:
+        names = self._index.of_tenant(tenant)
+        now_s = self._clock.unix_s()
+        places = [self._index.find(name, now_s) for name in names]
+        touched = {place.segment for place in places if place is not None}.union(touched)
+        self._index.forget(names)
+        left = [name for segment in touched for name in self._index.in_segment(segment)]
+        survivors = [data for data in self.read(left) if data is not None]
+        for segment in touched:
+            self._index.remove(segment)
+        # Others' payloads are written before they are removed, if there is room for both.
+        doomed = self._index.take_removed()
+        try:
             self.write(survivors)
+        except StoreError as error:
+            _log.warning("written when there is room: %s", error)
+            is_gone = all([self._remove_quietly(segment) for segment in doomed])
+            self.write(survivors)
+        else:
+            is_gone = all([self._remove_quietly(segment) for segment in doomed])
+        if marker is not None and is_gone and self._remove_quietly(marker):
+            del self._purges[marker]
         return len(names)
 
     def verify(self) -> list[Name]:
@@ -232,11 +285,6 @@ class SegmentTier:
         with self._lock:
             self._index.expire(self._clock.unix_s())
             self._remove_segments()
-
-    def pin(self, names: Sequence[Name], is_pinned: bool) -> int:
-        """Keep payloads from being evicted, or no longer; how many of them there are."""
-        with self._lock:
-            return self._index.keep(names, is_pinned)
 
     def counts(self) -> StoreCounts:
         """What the tier has done and holds; bytes are those of segments."""
@@ -253,21 +301,6 @@ class SegmentTier:
                 num_failed=self._num_failed,
             )
 
-    def limit(self, tenant: bytes, limits: TenantLimits) -> None:
-        """Give a tenant limits of its own."""
-        with self._lock:
-            self._index.limit(tenant, limits)
-
-    @property
-    def evicted_age_s(self) -> Histogram:
-        """How old was what made room for others."""
-        return self._index.evicted_age_s
-
-    def sizes(self) -> Mapping[bytes, int]:
-        """Bytes held for each tenant."""
-        with self._lock:
-            return self._index.tenant_bytes
-
     def close(self) -> None:
         """Let go of what the storage holds."""
         self._storage.close()
@@ -276,7 +309,8 @@ class SegmentTier:
         for segment in self._index.take_removed():
             self._remove_quietly(segment)
 
-    def _remove_quietly(self, segment: str) -> None:
+    def _remove_quietly(self, segment: str) -> bool:
+        """Remove a segment; whether that worked."""
         try:
             self._storage.remove(segment)
         except OSError:
@@ -284,6 +318,8 @@ class SegmentTier:
             # start.
             with self._lock:
                 self._num_failed += 1
+            return False
+        return True
 
     def _read_segment(
         self, segment: str, places: list[tuple[Location, Name]]

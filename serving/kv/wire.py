@@ -142,16 +142,6 @@ def decode(frame: bytes) -> Message:
     return _decoder.decode(frame)
 
 
-def join_keys(keys: tuple[bytes, ...] | list[bytes]) -> bytes:
-    """Keys of 16 bytes as one string of bytes."""
-    return b"".join(keys)
-
-
-def split_keys(data: bytes) -> list[bytes]:
-    """The keys of `join_keys`."""
-    return [data[at : at + 16] for at in range(0, len(data), 16)]
-
-
 def connect(
     context: "zmq.Context[zmq.Socket[bytes]]", address: str, key: ClusterKey | None = None
 ) -> "zmq.Socket[bytes]":

@@ -12,6 +12,7 @@ from serving.clock import Clock
 from serving.kv import directory_calls as calls
 from serving.kv.directory import Changes, Directory
 from serving.kv.directory_calls import Call, Reply
+from serving.kv.key_bytes import split_keys
 from serving.kv.segment_index import Location, Row
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class MetadataNode:
         now_s, now_ns = self._clock.unix_s(), self._clock.now_ns()
         match message:
             case calls.Match():
-                keys = calls.split_keys(message.keys)
+                keys = split_keys(message.keys)
                 found = directory.match(keys, message.first, message.num_usable, now_s)
                 return calls.Matched(message.call, epoch, *found)
             case calls.Contains():

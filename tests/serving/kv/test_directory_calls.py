@@ -18,6 +18,6 @@ def test_names_and_rows_come_back() -> None:
 
 def test_what_is_no_list_of_names_is_refused() -> None:
     with pytest.raises(ValueError, match="17 bytes of keys"):
-        calls.split_keys(bytes(17))
+        calls.unpack_names(b"\1", bytes(17))
     with pytest.raises(ValueError, match="2 keys for 1 kinds"):
         calls.unpack_names(b"\1", bytes(32))

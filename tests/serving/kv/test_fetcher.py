@@ -232,7 +232,7 @@ def test_leases_of_workers_that_are_gone_end(tmp_path: Path) -> None:
             assert socket.poll(10_000)
             return wire.decode(socket.recv())
 
-        fetched = ask(wire.Fetch(1, wire.join_keys(keys), 0, 0, b"t"))
+        fetched = ask(wire.Fetch(1, b"".join(keys), 0, 0, b"t"))
         assert isinstance(fetched, wire.Fetched) and fetched.num_blocks == 2
         reserved = ask(wire.Reserve(2, [(1, b"n" * 16, 144)], b"t"))
         assert isinstance(reserved, wire.Reserved) and reserved.places[0] is not None
@@ -248,6 +248,7 @@ def test_leases_of_workers_that_are_gone_end(tmp_path: Path) -> None:
         # Nonsense is passed over.
         socket.send(b"nonsense")
         socket.send(wire.encode(wire.Wanted(1, [], False)))
+        socket.send(wire.encode(wire.Offer(2, b"no key")))
         answer = ask(wire.Ask(3, "what?"))
         assert isinstance(answer, wire.Answer) and "expected stats" in (answer.error or "")
         socket.close(linger=0)

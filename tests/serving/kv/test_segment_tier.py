@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from serving.kv.segment_tier import Range, SegmentTier
-from serving.kv.store import Buffer, Name, StoreError
+from serving.kv.store import Buffer, Name, StoreError, tenant_id
 from tests.serving.kv.test_orbax_tier import FixedClock, name, payload
+
+A, B = tenant_id("a"), tenant_id("b")
 
 
 class MemorySegments:
@@ -111,6 +113,81 @@ def test_a_storage_that_fails(what: str) -> None:
     segments.failing.clear()
     tier.write([payload(3)])
     assert bytes(tier.read(names(3))[0] or b"") == payload(3)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class CrashingSegments(MemorySegments):
+    """The process ends at the change of a given number from now on, which is not made."""
+
+    num_left = 1_000_000
+
+    def _check(self, what: str) -> None:
+        if what in ("write", "remove"):
+            if not self.num_left:
+                raise Crash
+            self.num_left -= 1
+        super()._check(what)
+
+
+def test_a_purge_goes_on_after_a_crash_at_any_time() -> None:
+    num_crashes = 0
+    for num_changes in range(20):
+        segments = CrashingSegments()
+        tier = tier_of(segments)
+        # Two tenants share two segments; a third segment is of the one that goes.
+        tier.write([payload(1, tenant=A), payload(2, tenant=B)])
+        tier.write([payload(3, tenant=B), payload(4, tenant=A)])
+        tier.write([payload(5, tenant=A)])
+        segments.num_left = num_changes
+        try:
+            tier.purge(A)
+        except Crash:
+            num_crashes += 1
+        segments.num_left = 1_000_000
+        after = tier_of(segments)
+        gone = after.contains(names(1, 4, 5))
+        # As if nobody had asked, or for good; what is another's is kept in any case.
+        assert gone == [num_changes == 0] * 3
+        assert [bytes(data or b"") for data in after.read(names(2, 3))] == [
+            payload(2, tenant=B),
+            payload(3, tenant=B),
+        ]
+        if num_changes:
+            assert (
+                tier_of(segments).contains(names(1, 2, 3, 4, 5))
+                == [False, True, True] + [False] * 2
+            )
+            assert len(segments.segments) == 1, "what was purged, or what said so, is left"
+    assert 5 <= num_crashes < 20
+
+
+def test_a_purge_that_another_began_is_heard_of_and_ended_when_it_does_not() -> None:
+    segments = CrashingSegments()
+    one, other = tier_of(segments), tier_of(segments)
+    one.write([payload(1, tenant=A), payload(2, tenant=B)])
+    other.refresh()
+    segments.num_left = 1
+    with pytest.raises(Crash):
+        one.purge(A)
+    segments.num_left = 1_000_000
+    other.refresh()
+    assert other.contains(names(1, 2)) == [False, True] and len(segments.segments) == 2
+    other.refresh()
+    assert other.contains(names(1, 2)) == [False, True] and len(segments.segments) == 1
+    other.write([payload(1, tenant=A)])
+    other.refresh()
+    assert other.contains(names(1)) == [True]
+
+
+def test_a_full_storage_can_be_purged() -> None:
+    segments = MemorySegments()
+    tier = tier_of(segments)
+    tier.write([payload(1)])
+    segments.failing.add("write")
+    assert tier.purge(None) == 1 and segments.segments == {}
 
 
 def test_room_is_made_in_the_storage_too() -> None:

@@ -34,11 +34,6 @@ def test_nonsense_is_refused() -> None:
             wire.decode(frame)
 
 
-def test_keys_are_joined_and_split() -> None:
-    keys = [bytes([n]) * 16 for n in range(3)]
-    assert wire.split_keys(wire.join_keys(keys)) == keys and wire.split_keys(b"") == []
-
-
 def test_a_loop_receives_ticks_and_runs_what_is_posted(tmp_path: Path) -> None:
     context = zmq.Context()
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
