@@ -85,7 +85,7 @@ VISION_NODES = ("vision/v0", "vision/v1")
 TIER_NODES = ("metadata/m0", "storage/s0", "storage/s1", "storage/s2", "storage/s3")
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 40.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
     """Poll until something is true, and give what it was."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
