@@ -219,11 +219,11 @@ def _sample_tokens(
     settings: tuple[tuple[float, int, float], ...],
     spread: float = 4.0,
 ) -> Arguments:
-    """`settings`: temperature, top_k and top_p of each row. Logits are multiples of an eighth, so
+    """`settings`: temperature, top_k and top_p of each row. Logits are whole numbers, so
     many are equal."""
     keys = jax.random.split(key, 2)
     num_rows = len(settings)
-    logits = jnp.round(8 * spread * jax.random.normal(keys[0], (num_rows, vocab_size))) / 8
+    logits = jnp.round(spread * jax.random.normal(keys[0], (num_rows, vocab_size)))
     columns = [jnp.asarray([s[i] for s in settings]) for i in range(3)]
     seed = jax.random.bits(keys[1], (num_rows, 2), jnp.uint32)
     position = jnp.arange(num_rows, dtype=jnp.int32)
@@ -352,14 +352,16 @@ CASES: tuple[Case, ...] = (
     _rows("decode_entries", "model", 64, NVFP4_16, (64, 64, 512)),
     _rows("prefill_entries", "model", 4096, NVFP4_16, (64, 128, 512)),
     _rows("prefill_index_keys", "model", 4096, MXFP4_32, (64, 128, 128)),
-    _draws(
-        "each_filter", "quick", 256, [(0.0, 5, 0.5), (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 9, 0.6)]
-    ),
     _draws("two_chunks", "quick", 2304, [(1.0, 0, 0.9)], spread=8.0),
+    _draws(
+        "each_filter",
+        "quick",
+        256,
+        [(0.0, 5, 0.5), (1.0, 0, 1.0), (0.7, 5, 1.0), (2.0, 0, 0.3), (1.3, 9, 0.6)],
+    ),
     _draws("more_than_listed", "quick", 256, [(9.0, 0, 0.95)], spread=0.25),
     _draws("no_rows", "quick", 256, []),
     _draws("decode", "model", 129280, [(1.0, 0, 0.95)] * 64),
-    _draws("greedy", "model", 129280, [(0.0, 0, 1.0)] * 64),
     _index("two_rows", "quick", [0, 100], 5, 128, 4, num_candidate_blocks=3),
     _index("inside_candidates", "quick", [77], 6, 128, 3, num_candidates=9),
     _index("ties_over_two_chunks", "quick", [4100], 5, 4160, 3, num_candidate_blocks=2),

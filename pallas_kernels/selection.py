@@ -14,6 +14,7 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.targets import H200, Architecture, Target, current_target
+from pallas_kernels.tiles import is_batch_invariant, settings
 
 Implementation = Literal["auto", "mosaic", "interpret", "reference"]
 """`mosaic` is the kernel on a GPU; `interpret` the same kernel, simulated on a CPU with race
@@ -43,8 +44,9 @@ def run(
 
     Raises:
         ValueError: `implementation` is none of the four.
-        RuntimeError: `mosaic` was asked for and no GPU with a kernel is compiled for.
-        NotImplementedError: a kernel was asked for by name and does not cover the call.
+        RuntimeError: `mosaic` was asked for, or `auto` in the batch-invariant mode, and no GPU with
+            a kernel is compiled for.
+        NotImplementedError: a kernel was asked for so and does not cover the call.
     """
     if implementation == "reference":
         return reference(*args, **sizes)
@@ -54,6 +56,7 @@ def run(
         raise ValueError(
             f"implementation is {implementation!r}; expected auto, mosaic, interpret or reference"
         )
+    must = implementation == "mosaic" or is_batch_invariant()
     target = current_target()
     kernel = None if target is None else kernels.get(target.architecture)
     if kernel is None:
@@ -62,17 +65,18 @@ def run(
             if target is None
             else f"there is no kernel for {target.architecture} ({target.device_kind})"
         )
-        if implementation == "mosaic":
+        if must:
+            asked = "implementation 'mosaic'" if implementation == "mosaic" else "batch invariance"
             raise RuntimeError(
-                f"{op}: implementation 'mosaic' was asked for and {reason}; use 'auto' or "
-                "'reference', or 'interpret' to simulate the kernel"
+                f"{op}: {asked} was asked for and {reason}; use 'auto' or 'reference' outside the "
+                "batch-invariant mode, or 'interpret' to simulate the kernel"
             )
         _announce(op, f"the reference runs, since {reason}")
         return reference(*args, **sizes)
     try:
-        result = _program(op, kernel, target, tuple(sizes.items()))(*args)
+        result = _program(op, kernel, target, tuple(sizes.items()), settings())(*args)
     except NotImplementedError as reason:
-        if implementation == "mosaic":
+        if must:
             raise
         _announce(op, f"the reference runs, since the kernel does not cover this call: {reason}")
         return reference(*args, **sizes)
@@ -83,11 +87,17 @@ def run(
 
 @functools.cache
 def _program(
-    op: str, kernel: Callable[..., Any], target: Target | None, sizes: tuple[tuple[str, Any], ...]
+    op: str,
+    kernel: Callable[..., Any],
+    target: Target | None,
+    sizes: tuple[tuple[str, Any], ...],
+    tile_settings: tuple[Any, ...],
 ) -> Callable[..., Any]:
     """A kernel as a function of arrays, made once: a model calls it in every layer, and lowering
-    takes far longer than all else that is done to a step before XLA sees it.
+    takes far longer than all else that is done to a step before XLA sees it. One for each of these
+    settings, since tiles are chosen while it is traced.
     """
+    del tile_settings
 
     def program(*args: Any) -> Any:
         # The name stands beside the kernel in compiled programs and in traces.

@@ -2,11 +2,16 @@
 
 A tile never changes a result: along the reduced dimension every kernel takes the same steps in the
 same order whatever the number of rows, which is what makes a row's result independent of its
-company.
+company. In the batch-invariant mode even the tile is the same for any number of rows, so what runs
+is one program, and a call that no kernel covers is refused: XLA's own products and sums depend on
+how many rows there are.
 """
 
+import contextlib
 import functools
 import tomllib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
@@ -14,6 +19,45 @@ from typing import Any
 from pallas_kernels.targets import Target
 
 ROW_SIZES = (8, 16, 32, 64, 128)
+INVARIANT_ROWS = 64
+"""Rows of a tile in the batch-invariant mode."""
+
+_invariant: ContextVar[bool] = ContextVar("pallas_kernels_batch_invariant", default=False)
+_trial: ContextVar[dict[str, int] | None] = ContextVar("pallas_kernels_trial", default=None)
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[None]:
+    """What is traced inside gives a row the same bits whatever the number of rows.
+
+    `auto` then means the kernel or an exception.
+    """
+    token = _invariant.set(True)
+    try:
+        yield
+    finally:
+        _invariant.reset(token)
+
+
+def is_batch_invariant() -> bool:
+    """Whether the batch-invariant mode is on."""
+    return _invariant.get()
+
+
+def settings() -> tuple[Any, ...]:
+    """Everything beside a call itself that decides about its tiles."""
+    tried = _trial.get()
+    return is_batch_invariant(), None if tried is None else tuple(sorted(tried.items()))
+
+
+@contextlib.contextmanager
+def trial(sizes: dict[str, int]) -> Iterator[None]:
+    """What is traced inside takes tiles of these sizes, to measure them."""
+    token = _trial.set(sizes)
+    try:
+        yield
+    finally:
+        _trial.reset(token)
 
 
 @dataclass(frozen=True)
@@ -50,16 +94,27 @@ class AttentionTile:
 
 def attention_tile(target: Target) -> AttentionTile:
     """Tile for any number of tokens."""
-    return AttentionTile(**{"stages": 2} | _measured("sparse_attention", target.name, ()))
+    return AttentionTile(**{"stages": 2} | _preferred("sparse_attention", target.name, ()))
 
 
 def product_tile(target: Target, op: str, num_rows: int, n: int, k: int) -> ProductTile:
     """Tile for about `num_rows` rows (of an expert) and a weight of `n` by `k` values."""
+    num_rows = INVARIANT_ROWS if is_batch_invariant() else num_rows
     rows = next((size for size in ROW_SIZES if size >= num_rows), ROW_SIZES[-1])
     # Few rows leave room for weight tiles in flight, which is all that matters then.
     default = {"rows": rows, "stages": 4 if rows <= 32 else 2}
     shape = {"n": n, "k": k, "rows": rows}
-    return ProductTile(**default | _measured(op, target.name, tuple(shape.items())))
+    return ProductTile(**default | _preferred(op, target.name, tuple(shape.items())))
+
+
+def _preferred(op: str, device: str, shape: tuple[tuple[str, int], ...]) -> dict[str, int]:
+    tried = _trial.get()
+    return _measured(op, device, shape) if tried is None else tried
+
+
+def has_measured(device: str) -> bool:
+    """Whether the table has an entry for this device."""
+    return any(row["device"] == device for row in _table())
 
 
 @functools.cache

@@ -44,7 +44,15 @@ SHAPES = {
     "decode": StepShape(64, 64, BLOCKS, samples_every_token=True),
     "prefill": StepShape(1, 1024, BLOCKS, samples_every_token=False),
 }
-WITH_KERNELS = ("scaled_matmul", "grouped_matmul", "sparse_attention", "index_topk", "hyper_mix")
+WITH_KERNELS = (
+    "scaled_matmul",
+    "grouped_matmul",
+    "sparse_attention",
+    "index_topk",
+    "hyper_mix",
+    "cache_append",
+    "sample_tokens",
+)
 _KERNEL = re.compile(r'custom_call_target="mosaic_gpu_v2".*?op_name="([^"]*)"')
 _FLOATS = re.compile(r"\b(?:f32|bf16|f16)\[([0-9,]+)\]")
 

@@ -25,6 +25,7 @@ FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 KERNEL_LINES_MAX = 150
 COLUMNS_MAX = 100
+NO_KERNEL = "No kernel: "
 
 NO_HOME_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "shared"}
 VAGUE_WORDS = {"manager", "handler", "util", "utils", "helper", "helpers"}
@@ -195,7 +196,9 @@ def check_packages(project: Project) -> Iterator[Finding]:
 
 
 def check_ops(project: Project) -> Iterator[Finding]:
-    """An op has the same name in all its places; one that has a kernel has cases too."""
+    """An op has the same name in all its places; a kernel has cases and a test that runs them, and
+    an op without a kernel says why. (`test_kernel_report.py` checks the rows of the report.)
+    """
     paths = {file.path: file for file in project.files}
     names = _module_names(project, "pallas_kernels/reference/")
     kernels = _module_names(project, "pallas_kernels/mosaic/")
@@ -217,14 +220,23 @@ def check_ops(project: Project) -> Iterator[Finding]:
                 function.lineno,
                 f"{name} calls nothing in pallas_kernels/reference; an op has its meaning there",
             )
+    # A sibling for one architecture, such as grouped_matmul_sm100, is not another op.
+    kernels = {re.sub(r"_sm\d+a?$", "", kernel) for kernel in kernels} & names
+    for name in sorted(names - kernels):
+        reference = paths[f"pallas_kernels/reference/{name}.py"]
+        if NO_KERNEL not in (ast.get_docstring(reference.tree) or ""):
+            yield reference.finding(
+                1, f"{name} has no kernel; say why in its docstring: No kernel:"
+            )
     cases = paths.get("pallas_kernels/cases.py")
     words = set(re.findall(r"\w+", cases.text)) if cases else set[str]()
-    # A sibling for one architecture, such as grouped_matmul_sm100, is not another op.
-    for name in sorted({re.sub(r"_sm\d+a?$", "", kernel) for kernel in kernels} & names):
+    for name in sorted(kernels):
+        place = f"pallas_kernels/mosaic/{name}.py"
         if name not in words:
-            yield Finding(
-                f"pallas_kernels/mosaic/{name}.py", 1, f"no {name} in pallas_kernels/cases.py"
-            )
+            yield Finding(place, 1, f"no {name} in pallas_kernels/cases.py")
+        test = f"tests/pallas_kernels/test_{name}.py"
+        if test not in paths or f'quick("{name}")' not in paths[test].text:
+            yield Finding(place, 1, f'no test with quick("{name}") in {test}')
 
 
 def _calls_reference(door: SourceFile, function: ast.FunctionDef) -> bool:

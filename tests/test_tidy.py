@@ -220,7 +220,9 @@ def test_a_missing_docstring_and_a_missing_or_full_init_are_found(tmp_path: Path
 def op_files(door: str) -> dict[str, str]:
     return {
         "pallas_kernels/ops.py": module(door),
-        "pallas_kernels/reference/mix.py": module("import jax\n"),
+        "pallas_kernels/reference/mix.py": module(
+            "import jax\n", '"""Mixes.\n\nNo kernel: it is rare.\n"""\n'
+        ),
         "tests/pallas_kernels/test_ops.py": module(""),
         "tests/pallas_kernels/test_mix.py": module(""),
         "tests/e2e/test_all.py": module("import pallas_kernels.ops\n"),
@@ -246,9 +248,13 @@ def test_an_op_has_all_its_places(tmp_path: Path) -> None:
     assert plant(tmp_path / "renamed", op_files(renamed)) == [
         "pallas_kernels/reference/mix.py:1: no function mix in pallas_kernels/ops.py"
     ]
+    silent = op_files(DOOR) | {"pallas_kernels/reference/mix.py": module("import jax\n")}
+    assert plant(tmp_path / "silent", silent) == [
+        "pallas_kernels/reference/mix.py:1: mix has no kernel; say why in its docstring: No kernel:"
+    ]
 
 
-def test_an_op_that_has_a_kernel_has_cases(tmp_path: Path) -> None:
+def test_an_op_that_has_a_kernel_has_cases_and_a_test(tmp_path: Path) -> None:
     files = op_files(DOOR)
     files["pallas_kernels/mosaic/mix_sm100.py"] = module(function(150))
     files["pallas_kernels/mosaic/widen.py"] = module("")
@@ -259,10 +265,14 @@ def test_an_op_that_has_a_kernel_has_cases(tmp_path: Path) -> None:
         "import pallas_kernels.ops\nimport pallas_kernels.cases\n"
         "import pallas_kernels.mosaic.mix_sm100\nimport pallas_kernels.mosaic.widen\n"
     )
+    files["tests/pallas_kernels/test_mix.py"] = module('KINDS = quick("mix")\n')
     assert plant(tmp_path / "whole", files) == []
     files["pallas_kernels/cases.py"] = module("CASES = {}\n")
+    files["tests/pallas_kernels/test_mix.py"] = module("")
     assert plant(tmp_path / "lacking", files) == [
         "pallas_kernels/mosaic/mix.py:1: no mix in pallas_kernels/cases.py",
+        'pallas_kernels/mosaic/mix.py:1: no test with quick("mix") in '
+        "tests/pallas_kernels/test_mix.py",
     ]
 
 

@@ -29,13 +29,16 @@ def run(op: str, implementation: str, args: tuple[Any, ...], sizes: dict[str, An
 
 
 def check_case(case: cases.Case) -> None:
-    """The kernel gives what the reference gives, and gives the same bits again."""
+    """The kernel gives what the reference gives, and in the first case of each operation, for the
+    interpreter is slow, the same bits again."""
     args, sizes = case.arguments(jax.random.key(7))
     expected = run(case.op, "reference", args, sizes)
     kernel = _compiled(case.op, "interpret", sizes)
     actual = kernel(*args)
     for made, meant in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         numerics.check_close(case.op, made, meant)
+    if case is not cases.find(case.op, "quick")[0]:
+        return
     for again, made in zip(jax.tree.leaves(kernel(*args)), jax.tree.leaves(actual), strict=True):
         np.testing.assert_array_equal(np.asarray(again), np.asarray(made))
 

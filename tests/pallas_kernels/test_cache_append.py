@@ -95,10 +95,15 @@ def borders(form: Format) -> np.ndarray:
         if form.bits == 4
         else (np.array([1.0625, 17.5, 26.0, 248.0, 432.0, 448.0, 2.0**-10, 2.0**-7 * 1.5]))
     )
-    scales = np.array([0.4375, 1.0625, 1.1875, 2.0**-8 * 0.75])
+    # In e4m3 also one that lies between two.
+    scales = np.array([0.5, 1.0, 2.0**-8, 4.0])
+    if form is NVFP4_16:
+        scales = np.array([0.4375, 1.0625, 1.1875, 2.0**-8 * 0.75])
     values = (scales[:, None] * codes[None, :]).astype(np.float32)
     near = [values, np.nextafter(values, np.float32(9)), np.nextafter(values, np.float32(0))]
     both = np.concatenate([*near, -values], axis=1)
+    # The largest value of a block decides about the scale, so there it stays as it is.
+    both = np.minimum(both, values.max(axis=1, keepdims=True))
     return np.tile(both, (1, 4)).reshape(4, 128)
 
 

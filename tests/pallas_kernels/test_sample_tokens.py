@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ops
-from pallas_kernels.cases import Case
+from pallas_kernels.cases import Case, find
 from pallas_kernels.mosaic import sample_tokens as kernel
+from pallas_kernels.reference.sample_tokens import probabilities as probabilities_of_rows
 from pallas_kernels.reference.sample_tokens import uniform
+from pallas_kernels.selection import INTERPRET
 from tests.pallas_kernels.interpreted import TIME_LIMIT, check_case, quick, run
 
 sample_tokens = jax.jit(ops.sample_tokens)
@@ -221,6 +223,24 @@ def test_the_kernel_proposes_and_accepts_what_the_reference_does(
     args = (of_rows, row, first, *judged, *kept, seed, place)
     made, meant = (run("accept_tokens", how, args, {}) for how in ("interpret", "reference"))
     np.testing.assert_array_equal(made, meant)
+
+
+@TIME_LIMIT
+def test_bounds_leave_the_distribution_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw shows one token of a row; this shows all of them, equal ones at the bound among
+    them."""
+    monkeypatch.setattr(kernel, "LISTED", 16)
+    case = next(c for c in find("sample_tokens", "quick") if c.name == "each_filter")
+    (logits, *settings, _, _), _ = case.arguments(jax.random.key(7))
+    found = jax.jit(lambda *asked: kernel.bounds(*asked, interpret=INTERPRET))(logits, *settings)
+    assert np.all(found.is_known)
+    expected = np.asarray(probabilities_of_rows(logits, *settings))
+    shares = found.shares(logits, jnp.arange(256), settings[0])
+    np.testing.assert_allclose(shares[1:], expected[1:], rtol=1e-5, atol=1e-9)
+    assert found.best[0] == np.argmax(expected[0])
+    # The last of equal logits are cut off somewhere.
+    cut = (np.asarray(logits) == np.asarray(found.cutoff)[:, None]) & (expected == 0)
+    assert np.any(cut[1:])
 
 
 def test_the_kernel_refuses_a_vocabulary_of_odd_size() -> None:

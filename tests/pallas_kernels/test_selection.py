@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import selection
 from pallas_kernels.targets import B200, H200, Target
+from pallas_kernels.tiles import batch_invariant
 
 CALLS: list[tuple[Target, bool]] = []
 """Of the kernel: for which GPU, and whether it was simulated."""
@@ -90,3 +91,14 @@ def test_a_name_means_this_or_an_exception() -> None:
         choose("mosaic", (3,))
     with pytest.raises(ValueError, match="implementation is 'triton'; expected auto, mosaic"):
         choose("triton")
+
+
+def test_the_batch_invariant_mode_falls_back_to_nothing() -> None:
+    with batch_invariant():
+        with pytest.raises(RuntimeError, match="twice: batch invariance was asked for and no GPU"):
+            choose("auto")
+        with on(H200):
+            assert choose("auto") == "kernel"
+            with pytest.raises(NotImplementedError, match=r"x is \(3,\)"):
+                choose("auto", (3,))
+        assert choose("reference") == "reference"

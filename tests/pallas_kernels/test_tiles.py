@@ -1,19 +1,28 @@
 """Goal: a tile comes from the table of measured ones or from the heuristic, and a broken table is
-refused.
-Method: planted tables.
+refused. In the batch-invariant mode one tile serves every number of rows, and a row has the same
+bits in every company.
+Method: planted tables; kernels in the interpreter for all tokens of a case and for its first ones.
 """
 
+import jax
+import numpy as np
 import pytest
 
 from pallas_kernels import tiles
+from pallas_kernels.cases import find
+from pallas_kernels.mosaic import sample_tokens
 from pallas_kernels.targets import H100, H200
 from pallas_kernels.tiles import (
     AttentionTile,
     ProductTile,
     attention_tile,
+    batch_invariant,
     parse_table,
     product_tile,
+    settings,
+    trial,
 )
+from tests.pallas_kernels.interpreted import TIME_LIMIT, run
 
 ROW = """
 [[tile]]
@@ -60,3 +69,45 @@ def test_a_broken_table_is_refused() -> None:
         parse_table(ROW.replace("stages = 6", "colour = 6"))
     with pytest.raises(ValueError, match="expected rows in"):
         ProductTile(rows=24, stages=4)
+
+
+def test_in_the_batch_invariant_mode_one_tile_serves_any_number_of_rows() -> None:
+    before = settings()
+    with batch_invariant():
+        assert settings() != before
+        made = {product_tile(H200, "scaled_matmul", m, 640, 640) for m in (1, 9, 64, 5000)}
+    assert made == {ProductTile(rows=64, stages=2)}
+    assert settings() == before
+
+
+def test_a_trial_goes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_measured", lambda *_: {"stages": 6})
+    with trial({"stages": 3}):
+        assert product_tile(H200, "scaled_matmul", 9, 512, 5120).stages == 3
+    assert product_tile(H200, "scaled_matmul", 9, 512, 5120).stages == 6
+
+
+@TIME_LIMIT
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("scaled_matmul", "odd_rows"),
+        ("grouped_matmul", "few_rows"),
+        ("hyper_mix", "odd_tokens"),
+        # These have a block for each token, whatever the mode.
+        pytest.param("sparse_attention", "two_sequences", marks=pytest.mark.slow),
+        pytest.param("index_topk", "two_rows", marks=pytest.mark.slow),
+        pytest.param("sample_tokens", "each_filter", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_have_the_same_bits_in_any_company(
+    op: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_tokens, "LISTED", 16)
+    case = next(case for case in find(op, "quick") if case.name == name)
+    args, sizes = case.arguments(jax.random.key(5))
+    with batch_invariant():
+        whole = run(op, "interpret", args, sizes)
+        alone = run(op, "interpret", case.first_tokens(args, 1), sizes)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[:1], np.asarray(b))
