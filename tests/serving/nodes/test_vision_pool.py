@@ -58,13 +58,35 @@ def test_images_are_encoded_once_and_moved_once(local_ms: float) -> None:
 
 def test_a_picture_that_comes_again_goes_to_who_had_it() -> None:
     fleet = Fleet(num_vision=2)
-    for number in range(4):
-        request = fleet.submit(f"r{number}", 20, salt=number, images=TWO[:1])
+    fleet.submit("first", 20, images=TWO)
+    finish(fleet, "first")
+    # Without a memory all of these would go to the first worker, who has had the other picture.
+    for number in range(3):
+        request = fleet.submit(f"r{number}", 20, salt=number + 1, images=TWO[1:])
         finish(fleet, f"r{number}")
         assert fleet.tokens[f"r{number}"] == expected_tokens(request, 3, 64)
     statuses = [fleet.vision_status(node_id) for node_id in fleet.vision]
-    assert sum(status.num_encoded for status in statuses) == 1
-    assert sum(status.num_hits for status in statuses) == 3
+    assert [status.num_encoded for status in statuses] == [1, 1]
+    assert [status.num_hits for status in statuses] == [0, 3]
+
+
+def test_features_of_a_cached_prompt_are_dropped_with_it() -> None:
+    fleet = Fleet(1, 1, num_vision=1)
+    for name in ("a", "b"):
+        request = fleet.submit(name, 30, images=TWO)
+        finish(fleet, name)
+        assert fleet.tokens[name] == expected_tokens(request, 3, 64)
+    # The second one found its images computed: what came of them was not used.
+    assert counted(fleet) == (0, 2)
+    taken = [fleet.worker(node_id).status().features.num_taken for node_id in fleet.prefill]
+    assert taken == [4]
+
+
+def test_a_vision_worker_of_another_model_is_refused() -> None:
+    fleet = Fleet()
+    fleet.add_vision("odd", features=b"o" * 32)
+    assert not fleet.router.vision.is_usable
+    assert "vision/odd has features of images of 6f6f6f6f6f6f6f6f and" in fleet.quits[0]
 
 
 def test_a_picture_twice_in_one_prompt() -> None:
