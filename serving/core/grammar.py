@@ -160,7 +160,12 @@ class GrammarCompiler:
             case ConstraintKind.TOOL_CALL | ConstraintKind.TOOL_CALL_REQUIRED:
                 is_opened = constraint.kind is ConstraintKind.TOOL_CALL_REQUIRED
                 dsml = self._marker(DSML, constraint)
-                return tool_calls_grammar(constraint.text, dsml, is_opened=is_opened)
+                return tool_calls_grammar(
+                    constraint.text,
+                    dsml,
+                    is_opened=is_opened,
+                    has_one_call=constraint.has_one_call,
+                )
 
 
 class Grammar:

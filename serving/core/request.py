@@ -203,13 +203,15 @@ class OutputConstraint:
     """A form that the generated text must have.
 
     `after_thinking` says that the answer begins with thinking, which is free; the constraint
-    holds from the end of it on. `param` is the request field that it came from.
+    holds from the end of it on. `param` is the request field that it came from. Where tools may
+    be called, `has_one_call` allows for a single call.
     """
 
     kind: ConstraintKind
     text: str
     after_thinking: bool = False
     param: str = "response_format"
+    has_one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)

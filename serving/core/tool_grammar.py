@@ -37,7 +37,9 @@ class ToolGrammarError(ValueError):
     """A tool definition that cannot be turned into a grammar."""
 
 
-def tool_calls_grammar(tools_json: str, dsml_token_id: int, *, is_opened: bool) -> str:
+def tool_calls_grammar(
+    tools_json: str, dsml_token_id: int, *, is_opened: bool, has_one_call: bool = False
+) -> str:
     """The Lark grammar of one block of calls.
 
     Args:
@@ -45,6 +47,7 @@ def tool_calls_grammar(tools_json: str, dsml_token_id: int, *, is_opened: bool) 
         dsml_token_id: the token `D`.
         is_opened: the block's first line is in the prompt already; otherwise the grammar begins
             right after the first `D`.
+        has_one_call: the block holds one call; otherwise one or more.
 
     Raises:
         ToolGrammarError: a definition has no usable form.
@@ -56,7 +59,8 @@ def tool_calls_grammar(tools_json: str, dsml_token_id: int, *, is_opened: bool) 
     writer = _Writer(f"<[{dsml_token_id}]>", rules)
     invokes = [writer.invoke(index, tool) for index, tool in enumerate(tools)]
     opening = "" if is_opened else '" calls>\\n" '
-    rules["start"] = f'{opening}invoke+ "</" {writer.dsml} " calls>"'
+    calls = "invoke" if has_one_call else "invoke+"
+    rules["start"] = f'{opening}{calls} "</" {writer.dsml} " calls>"'
     rules["invoke"] = " | ".join(invokes)
     lines = [f"{name}: {body}" for name, body in rules.items()]
     return "%llguidance {}\n" + "\n".join(lines) + "\n"

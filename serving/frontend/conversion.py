@@ -135,7 +135,8 @@ def constraint_of(
     if lost:
         raise bad_request(f"received {lost} and {param}; expected at most one of them", lost)
     text = _with_whole_schemas(kind, wanted.schema, sent)
-    return OutputConstraint(kind, text, after_thinking, param)
+    has_one_call = kind in TOOL_KINDS and fields.wants_one_call(body)
+    return OutputConstraint(kind, text, after_thinking, param, has_one_call)
 
 
 def _with_whole_schemas(kind: ConstraintKind, text: str, sent: SentSchemas) -> str:

@@ -209,6 +209,17 @@ def check_tool_choice(body: _Body) -> None:
         )
 
 
+def wants_one_call(body: _Body) -> bool:
+    """Whether an answer may call one tool at most, in the words of any dialect.
+
+    Raises ApiError 400.
+    """
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and boolean(choice, "disable_parallel_tool_use"):
+        return True
+    return body.get("parallel_tool_calls") is not None and not boolean(body, "parallel_tool_calls")
+
+
 def num_samples(body: _Body) -> int:
     """How many answers to each prompt are wanted, 1 when `n` is absent. Raises ApiError 400.
 

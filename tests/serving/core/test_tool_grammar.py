@@ -12,7 +12,7 @@ import deepseek_recipe as recipe
 import pytest
 
 from serving.core.grammar import DSML, GrammarCompiler
-from serving.core.request import ConstraintKind, OutputConstraint
+from serving.core.request import TOOL_KINDS, ConstraintKind, OutputConstraint
 from serving.core.tool_grammar import ToolGrammarError, tool_calls_grammar
 from tests.serving.core.vocabularies import accepts, large
 
@@ -73,6 +73,17 @@ RIGHT = (
 def test_a_strict_tool() -> None:
     assert is_legal(large(), [STRICT], call("f", *RIGHT))
     assert is_legal(large(), [STRICT], call("f", *RIGHT) + call("f", *RIGHT))
+
+
+@pytest.mark.parametrize("kind", TOOL_KINDS)
+def test_a_single_call(kind: ConstraintKind) -> None:
+    constraint = OutputConstraint(kind, json.dumps([tool("f")]), has_one_call=True)
+    grammar = large().compile(constraint)
+    begin, end = f"<{DSML} calls>\n", f"</{DSML} calls>"
+    opening = begin if kind is ConstraintKind.TOOL_CALL else ""
+    assert accepts(large(), grammar, f"{opening}{call('f')}{end}")
+    assert not accepts(large(), grammar, f"{opening}{call('f')}{call('f')}{end}")
+    assert not accepts(large(), grammar, f"{opening}{call('f')}{end}{begin}{call('f')}{end}")
     wrong = [
         (0, parameter("city", "3", is_raw=False)),
         (0, parameter("town", "Paris", is_raw=True)),

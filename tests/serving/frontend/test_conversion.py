@@ -78,6 +78,27 @@ DIALECTS: dict[type[ChatCall | MessagesCall | ResponsesCall], tuple[dict[str, An
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_client_may_want_one_tool_call_at_most(dialect: type[ChatCall]) -> None:
+    model, _ = model_with_tools()
+    base, *_, tools = DIALECTS[dialect]
+    choice: dict[str, Any] = {"type": "auto"} if dialect is MessagesCall else {}
+
+    def is_single(changes: dict[str, Any]) -> bool:
+        raw = json.dumps({"model": "tiny"} | base | tools | changes).encode()
+        constraint = dialect(raw, model, SystemClock()).requests[0].constraint
+        assert constraint is not None
+        return constraint.has_one_call
+
+    def changes(wanted: object) -> dict[str, Any]:
+        if dialect is MessagesCall:
+            return {"tool_choice": choice | {"disable_parallel_tool_use": wanted}}
+        return {"parallel_tool_calls": None if wanted is None else not wanted}
+
+    assert is_single(changes(True))
+    assert not any(map(is_single, ({}, changes(False), changes(None))))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_of_two_forms_none_is_passed_over(dialect: type[ChatCall]) -> None:
     model, _ = model_with_tools()
     base, *forms = DIALECTS[dialect]
