@@ -106,6 +106,21 @@ class GrammarCompiler:
         if constraint.kind is ConstraintKind.TOOL_CALL:
             triggers.append(self._marker(DSML, constraint))
         try:
+            matcher = self._matcher(constraint)
+        except GrammarError:
+            loose = without_schemas(constraint.text) if constraint.kind in TOOL_KINDS else None
+            if loose is None:
+                raise
+            return self._compile(replace(constraint, text=loose))
+        # The first mask is the slow one, and shows a grammar that is too complex.
+        try:
+            _fill(matcher, np.zeros(mask_words(self._vocab_size), np.int32))
+        except GrammarError as error:
+            raise _error(constraint, str(error)) from None
+        return Grammar(matcher, tuple(triggers), self._vocab_size, self._eos)
+
+    def _matcher(self, constraint: OutputConstraint) -> LLMatcher:
+        try:
             text = self._lark(constraint)
         except GrammarError:
             raise
@@ -120,18 +135,9 @@ class GrammarCompiler:
             # Definitions are checked only as far as they are used, so faults show as any type.
             raise _error(constraint, f"{type(error).__name__}: {error}") from None
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-        if matcher.is_error() and constraint.kind in TOOL_KINDS:
-            loose = without_schemas(constraint.text)
-            if loose is not None:
-                return self._compile(replace(constraint, text=loose))
         if matcher.is_error():
             raise _error(constraint, matcher.get_error())
-        # The first mask is the slow one, and shows a grammar that is too complex.
-        try:
-            _fill(matcher, np.zeros(mask_words(self._vocab_size), np.int32))
-        except GrammarError as error:
-            raise _error(constraint, str(error)) from None
-        return Grammar(matcher, tuple(triggers), self._vocab_size, self._eos)
+        return matcher
 
     def _marker(self, spelling: str, constraint: OutputConstraint) -> int:
         if spelling not in self._added:
@@ -152,9 +158,10 @@ class GrammarCompiler:
                 return LLMatcher.grammar_from_regex(constraint.text)
             case ConstraintKind.GRAMMAR:
                 text = constraint.text
-                if not is_lark_syntax(text):
+                # The library does not know Lark by rules such as `?start`.
+                if "::=" in text and not is_lark_syntax(text):
                     check_gbnf(text)
-                    text = gbnf_to_lark(text)
+                    text = _lark_of_gbnf(text)
                 check_lark(text)
                 return LLMatcher.grammar_from_lark(text)
             case ConstraintKind.TOOL_CALL | ConstraintKind.TOOL_CALL_REQUIRED:
@@ -310,6 +317,16 @@ def _hide_spellings(tokenizer: dict[str, Any]) -> None:
     if isinstance(vocab, dict):
         known = cast(dict[str, int], vocab)
         model["vocab"] = {hidden.get(key, key): token for key, token in known.items()}
+
+
+def _lark_of_gbnf(text: str) -> str:
+    """Raises GbnfToLarkError, RecursionError, or ConstraintTextError for any other fault."""
+    try:
+        return gbnf_to_lark(text)
+    except (GbnfToLarkError, RecursionError):
+        raise
+    except Exception as error:  # A rule that is missing or there twice has no type of its own.
+        raise ConstraintTextError(str(error)) from None
 
 
 def _fill(matcher: LLMatcher, mask: np.ndarray) -> None:

@@ -12,7 +12,8 @@ The model writes a call as marked-up text, `D` standing for its one DSML token:
 A value that is marked as a string stands there raw, without quotes or escapes; any other is JSON.
 Parameters come in the order of the schema, the required ones all of them.
 
-A tool with `strict` is held to its schema, whatever that takes, or refused. Of any other tool the
+A tool with `strict` is held to its schema, whatever that takes, or refused. Each of the choices of
+an `anyOf` that may be a string is a raw value of its own. Of any other tool the
 keywords that cannot be enforced are passed over, and in the end the whole schema, because its
 client asked for no guarantee.
 """
@@ -30,6 +31,49 @@ WHITESPACE_PATTERN = r"([ ]|\n[ \t]{0,40})?"
 """White space between the parts of JSON: bounded, since a model may write blanks for ever."""
 
 _ANY_TEXT = r"(.|\n)*"
+
+FORMS_MAX = 256
+"""Choices of one parameter, those within others counted too."""
+
+_UNIONS = ("anyOf", "oneOf")
+_NOT_OF_STRINGS = ("allOf", "not", "if", "$dynamicRef")
+"""Keywords that raw strings are not held to."""
+
+_NOT_OF_PARAMETERS = (
+    *_UNIONS,
+    *_NOT_OF_STRINGS,
+    "$ref",
+    "dependentRequired",
+    "dependentSchemas",
+    "maxProperties",
+    "minProperties",
+    "patternProperties",
+    "propertyNames",
+)
+"""Keywords that the parameters of a call as a whole are not held to."""
+
+_ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
+
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_HEX = "[0-9a-fA-F]{1,4}"
+_LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_FORMATS = {
+    "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+",
+    "hostname": rf"{_LABEL}(\.{_LABEL})*",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    # Eight groups, or fewer around one gap: none before it, or up to seven.
+    "ipv6": "|".join(
+        [
+            f"{_HEX}(:{_HEX}){{7}}",
+            f"::({_HEX}(:{_HEX}){{0,6}})?",
+            *(f"({_HEX}:){{{n}}}(:{_HEX}){{1,{7 - n}}}" for n in range(1, 7)),
+            f"({_HEX}:){{1,7}}:",
+        ]
+    ),
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+}
+"""What raw strings of each format are: those that strict tools may ask for."""
+
 _Schema = Mapping[str, Any]
 
 
@@ -69,9 +113,13 @@ def tool_calls_grammar(
 def without_schemas(tools_json: str) -> str | None:
     """The tools without their parameters, any of which are allowed then.
 
-    None if one of them is strict, or if there is nothing to leave out.
+    None if one of them is strict, if there is nothing to leave out, or if it is no list.
     """
-    tools = [_object(tool) for tool in json.loads(tools_json)]
+    try:
+        sent = json.loads(tools_json)
+    except ValueError:
+        return None
+    tools = [_object(tool) for tool in sent] if isinstance(sent, list) else []
     functions = [_object(tool.get("function")) for tool in tools]
     if any(function.get("strict") for function in functions):
         return None
@@ -103,6 +151,12 @@ class _Writer:
         is_strict = bool(tool.get("strict"))
         parameters = _object(tool.get("parameters"))
         _check_parameters(tool["name"], parameters)
+        unheld = [key for key in _NOT_OF_PARAMETERS if key in parameters]
+        if is_strict and unheld:
+            raise ToolGrammarError(
+                f"the parameters of tool {tool['name']!r} have {', '.join(unheld)}, which cannot "
+                "be held to; leave that out, or strict"
+            )
         properties = _object(parameters.get("properties"))
         required: set[str] = set(cast(list[str], parameters.get("required") or []))
         unknown = required - properties.keys()
@@ -130,12 +184,16 @@ class _Writer:
     def _parameter(self, name: str, key: str, schema: Any, root: _Schema, is_strict: bool) -> str:
         """The rule of one parameter line, its line end included; returns its name."""
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        resolved = _resolve(schema, root)
+        forms = _forms(schema, root, is_strict)
+        raw = [
+            self._raw_value(f"{name}_RAW_{number}".upper(), form, is_strict)
+            for number, form in enumerate(forms)
+            if _may_be(form, "string")
+        ]
         ways: list[str] = []
-        if _may_be(resolved, "string"):
-            raw = self._raw_value(f"{name}_RAW".upper(), resolved, is_strict)
-            ways.append(f"{lark_literal(_head(key, is_raw=True))} {raw}")
-        if _may_be(resolved, "other"):
+        if raw:
+            ways.append(f"{lark_literal(_head(key, is_raw=True))} ({' | '.join(raw)})")
+        if not forms or any(_may_be(form, "other") for form in forms):
             whole = schema if isinstance(schema, bool) else definitions | _object(schema)
             bounded = with_bounded_whitespace(whole, lenient=not is_strict)
             value = f"%json {json.dumps(bounded)}"
@@ -153,11 +211,13 @@ class _Writer:
         values = _choices(schema)
         if values is not None:
             return "(" + " | ".join(lark_literal(f"{value}</") for value in values) + ")"
-        if is_strict and schema.get("pattern") and _has_length(schema):
-            raise ToolGrammarError("pattern together with minLength or maxLength")
+        if is_strict:
+            _check_raw(schema)
         pattern = _ANY_TEXT
         if schema.get("pattern"):
             pattern = _whole(schema["pattern"])
+        elif schema.get("format") in _FORMATS:
+            pattern = f"({_FORMATS[schema['format']]})"
         elif _has_length(schema):
             low, high = schema.get("minLength", 0), schema.get("maxLength", "")
             pattern = rf"(.|\n){{{low},{high}}}"
@@ -204,8 +264,54 @@ def _resolve(schema: Any, root: _Schema) -> _Schema:
             found = _object(found).get(part)
         if found is None:
             raise ToolGrammarError(f"{reference} leads nowhere; expected #/$defs/NAME")
-        schema = found
+        beside = {key: value for key, value in resolved.items() if key != "$ref"}
+        schema = _object(found) | beside
     raise ToolGrammarError("a parameter's $ref leads back to itself")
+
+
+def _forms(schema: Any, root: _Schema, is_strict: bool) -> list[_Schema]:
+    """What a value of a schema may be: without references, each choice of an `anyOf` by itself."""
+    forms: list[_Schema] = []
+    waiting: list[tuple[Any, _Schema]] = [(schema, {})]
+    names: set[str] = set()
+    # References make few choices into many, or lead back to themselves.
+    for _ in range(FORMS_MAX):
+        if not waiting:
+            break
+        value, beside = waiting.pop(0)
+        if value is False:
+            continue
+        resolved = _resolve(value, root)
+        both = (beside.keys() & resolved.keys()) - _ANNOTATIONS
+        if is_strict and any(beside[key] != resolved[key] for key in both):
+            raise ToolGrammarError(f"{', '.join(sorted(both))} in a choice and beside it")
+        form = {**beside, **resolved}
+        name = next((name for name in _UNIONS if isinstance(resolved.get(name), list)), None)
+        if name is None:
+            forms.append(form)
+            continue
+        names.add(name)
+        waiting[:0] = [(choice, form) for choice in form.pop(name)]
+    if waiting:
+        raise ToolGrammarError(f"a parameter may be more than {FORMS_MAX} things")
+    if is_strict and "oneOf" in names and sum(_may_be(form, "string") for form in forms) > 1:
+        raise ToolGrammarError("several strings in oneOf; expected anyOf")
+    return forms
+
+
+def _check_raw(schema: _Schema) -> None:
+    """Raises ToolGrammarError for a raw string that could not be held to its schema."""
+    limits = [name for name in ("pattern", "format") if schema.get(name)]
+    limits += ["minLength or maxLength"] * _has_length(schema)
+    if len(limits) > 1:
+        raise ToolGrammarError(f"{' together with '.join(limits)}")
+    if schema.get("format") and schema["format"] not in _FORMATS:
+        raise ToolGrammarError(
+            f"format is {schema['format']!r}; expected one of {', '.join(_FORMATS)}"
+        )
+    unheld = [name for name in (*_NOT_OF_STRINGS, *_UNIONS) if name in schema]
+    if unheld:
+        raise ToolGrammarError(f"a string with {', '.join(unheld)}, which cannot be held to")
 
 
 def _may_be(schema: _Schema, what: str) -> bool:

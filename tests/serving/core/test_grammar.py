@@ -94,6 +94,7 @@ def unpacked(masks: np.ndarray) -> np.ndarray:
             ["x", "((x))"],
             ["", "((x)"],
         ),
+        (OutputConstraint(ConstraintKind.GRAMMAR, '?start: "a" "b"?'), ["a", "ab"], ["b"]),
     ],
 )  # fmt: skip
 def test_texts_inside_and_outside(
@@ -334,6 +335,8 @@ def test_tool_calls() -> None:
         (ConstraintKind.REGEX, "a(?=b)", "look-ahead"),
         (ConstraintKind.GRAMMAR, "start: (", "Expected"),
         (ConstraintKind.GRAMMAR, "root ::= (", "Expected"),
+        (ConstraintKind.GRAMMAR, 'rule ::= "a"', "root"),
+        (ConstraintKind.GRAMMAR, "root ::= other", "other"),
         (ConstraintKind.TOOL_CALL, json.dumps(TOOLS), f"no {DSML} token"),
         (ConstraintKind.REGEX, "a" * (TEXT_MAX + 1), str(TEXT_MAX)),
     ],

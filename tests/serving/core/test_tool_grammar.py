@@ -159,6 +159,69 @@ def test_only_strict_tools_are_refused_for_their_schema() -> None:
         large().compile(constraint)
 
 
+def one_value(value: Any, *, strict: bool = True, **more: Any) -> list[Any]:
+    return [tool("f", schema({"x": value}, "x", **more), strict=strict)]
+
+
+def test_each_choice_of_a_parameter_keeps_its_own_limits() -> None:
+    short = {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]}
+    number = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    words = {"anyOf": [{"$ref": "#/$defs/w"}, {"anyOf": [{"const": "b"}, {"type": "null"}]}]}
+    definitions = {"$defs": {"w": {"type": "string", "enum": ["a"]}}}
+    typed = {"type": "string", "anyOf": [{"pattern": "^a+$"}, {"pattern": "^b+$"}]}
+    cases = [
+        (short, "ab", True, True), (short, "abc", True, False), (short, "null", False, True),
+        (number, "3", False, True), (number, "three", True, False),
+        (words, "a", True, True), (words, "b", True, True), (words, "c", True, False),
+        (words, "null", False, True),
+        (typed, "aa", True, True), (typed, "b", True, True), (typed, "ab", True, False),
+    ]  # fmt: skip
+    for strict in (True, False):
+        for value, text, is_raw, expected in cases:
+            tools = one_value(value, strict=strict, **definitions)
+            calls = call("f", parameter("x", text, is_raw=is_raw))
+            assert is_legal(large(), tools, calls) == expected, (value, text)
+
+
+def test_raw_strings_keep_their_format() -> None:
+    cases = [
+        ("email", ["a.b+c@d-e.org"], ["a", "a@b", "a b@c.d"]),
+        ("hostname", ["a", "a-1.example"], ["-a", "a..b", "a_b"]),
+        ("ipv4", ["0.10.199.255"], ["1.2.3", "1.2.3.256", "01.2.3.4"]),
+        ("ipv6", ["::", "::1", "1::", "1:2::7:8", "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::"],
+         ["1", "1:2:3:4:5:6:7", "1::2::3", "1:2:3:4:5:6:7:8:9", "12345::", ":1"]),
+        ("uuid", ["01234567-89ab-CDEF-0123-456789abcdef"], ["01234567"]),
+    ]  # fmt: skip
+    for name, inside, outside in cases:
+        tools = one_value({"type": "string", "format": name})
+        for text in (*inside, *outside):
+            calls = call("f", parameter("x", text, is_raw=True))
+            assert is_legal(large(), tools, calls) == (text in inside), text
+
+
+def test_a_strict_tool_is_refused_for_what_it_cannot_be_held_to() -> None:
+    definitions = {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/n"}]}}
+    cases = [
+        (one_value({"type": "string", "not": {"const": "x"}}), "not, which"),
+        (one_value({"type": "string", "format": "date"}), "format is 'date'"),
+        (one_value({"type": "string", "format": "uuid", "maxLength": 3}), "together"),
+        (one_value({"type": "string", "maxLength": 2, "anyOf": [{"maxLength": 3}]}), "beside"),
+        (one_value({"oneOf": [{"type": "string"}, {"const": "x"}]}), "oneOf"),
+        (one_value({"$ref": "#/$defs/n"}, **{"$defs": definitions}), "more than"),
+        (one_value({"type": "string"}, minProperties=2), "minProperties"),
+    ]
+    for tools, detail in cases:
+        with pytest.raises(ToolGrammarError, match=detail):
+            tool_calls_grammar(json.dumps(tools), 5, is_opened=True)
+        tools[0]["function"]["strict"] = False
+        assert not is_legal(large(), tools, call("g")), detail
+
+
+def test_references_of_a_tool_that_is_not_strict_may_lead_nowhere() -> None:
+    tools = one_value({"$ref": "https://example.org/x"}, strict=False)
+    assert is_legal(large(), tools, call("f", parameter("x", "y", is_raw=True)))
+
+
 @pytest.mark.parametrize(
     ("parameters", "detail"),
     [
