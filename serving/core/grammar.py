@@ -9,8 +9,8 @@ gives the state of one sequence, which moves only by tokens that the sequence ha
 2. After it, `advance` takes the accepted tokens.
 
 A sequence may begin with text that is free: its thinking, up to `</think>`, and where tools may be
-called, what it says before it calls one. While it is free, `is_free` is true and no masks are
-needed for the next token.
+called, what it says before it calls one. Where the answer must have a form it may not end in its
+thinking, before it has any. While any token may come next, `is_free` is true and no mask is needed.
 
 The end-of-sequence token is legal exactly where the text may end, and nothing else is legal where
 it must. Special tokens are never legal inside the constrained text, however they are spelled.
@@ -117,7 +117,8 @@ class GrammarCompiler:
             _fill(matcher, np.zeros(mask_words(self._vocab_size), np.int32))
         except GrammarError as error:
             raise _error(constraint, str(error)) from None
-        return Grammar(matcher, tuple(triggers), self._vocab_size, self._eos)
+        ends_free = constraint.kind is ConstraintKind.TOOL_CALL
+        return Grammar(matcher, tuple(triggers), ends_free, self._vocab_size, self._eos)
 
     def _matcher(self, constraint: OutputConstraint) -> LLMatcher:
         try:
@@ -179,17 +180,24 @@ class Grammar:
     """A compiled constraint; never changes. Made by `GrammarCompiler.compile`."""
 
     def __init__(
-        self, matcher: LLMatcher, triggers: tuple[int, ...], vocab_size: int, eos_token_id: int
+        self,
+        matcher: LLMatcher,
+        triggers: tuple[int, ...],
+        ends_free: bool,
+        vocab_size: int,
+        eos_token_id: int,
     ) -> None:
         self._matcher = matcher
         self._triggers = triggers
+        self._ends_free = ends_free
         self._vocab_size = vocab_size
         self._eos = eos_token_id
 
     def start(self) -> "GrammarState":
         """The state before the first generated token."""
         # A copy shares what the library has found out about the grammar so far.
-        return GrammarState(self._matcher.deep_copy(), self._triggers, self._vocab_size, self._eos)
+        matcher = self._matcher.deep_copy()
+        return GrammarState(matcher, self._triggers, self._ends_free, self._vocab_size, self._eos)
 
 
 class GrammarState:
@@ -200,10 +208,16 @@ class GrammarState:
     """
 
     def __init__(
-        self, matcher: LLMatcher, triggers: tuple[int, ...], vocab_size: int, eos_token_id: int
+        self,
+        matcher: LLMatcher,
+        triggers: tuple[int, ...],
+        ends_free: bool,
+        vocab_size: int,
+        eos_token_id: int,
     ) -> None:
         self._matcher = matcher
         self._triggers = triggers
+        self._ends_free = ends_free
         self._num_words = mask_words(vocab_size)
         self._eos = eos_token_id
         self._has_ended = False
@@ -211,18 +225,22 @@ class GrammarState:
     @property
     def is_free(self) -> bool:
         """Whether any token may come next."""
-        return bool(self._triggers)
+        return self._ends_free and bool(self._triggers)
 
     @property
     def may_end(self) -> bool:
-        """Whether the text so far satisfies the constraint (or is still free of it)."""
-        return self.is_free or self._has_ended or self._matcher.is_accepting()
+        """Whether the text so far satisfies the constraint (or need not have come to it)."""
+        if self._triggers:
+            return self._ends_free
+        return self._has_ended or self._matcher.is_accepting()
 
     def num_legal(self, drafts: Sequence[int]) -> int:
         """How many of the tokens, from the first on, may follow one after another."""
         num_free, body, ends = self._parts(drafts)
         if self._has_ended:
             return 0
+        if self._ends_early(drafts[:num_free]):
+            return drafts.index(self._eos)
         num_legal = self._matcher.validate_tokens(body)
         if num_legal == len(body) and ends:
             self._matcher.try_consume_tokens(body)
@@ -250,7 +268,11 @@ class GrammarState:
             raise ValueError(f"drafts {list(drafts)} are not all legal; cut them with num_legal")
         num_free, body, _ = self._parts(drafts)
         masks[:] = -1
-        if self._num_triggered(drafts) < len(self._triggers):
+        is_open = self._num_triggered(drafts) < len(self._triggers)
+        if not self._ends_free:
+            free = masks if is_open else masks[:num_free]
+            free[:, self._eos // 32] &= ~np.int32(1 << self._eos % 32)
+        if is_open:
             return
         masks[num_free:] = 0
         masks[num_free:, self._eos // 32] = np.int32(1 << self._eos % 32)
@@ -270,7 +292,9 @@ class GrammarState:
             GrammarError: one of them is not legal, or the grammar has become too complex; the
                 state is of no use any more.
         """
-        _, body, ends = self._parts(tokens)
+        num_free, body, ends = self._parts(tokens)
+        if self._ends_early(tokens[:num_free]):
+            raise GrammarError("the output ended before its answer began")
         self._triggers = self._triggers[self._num_triggered(tokens) :]
         num_consumed = 0 if self._has_ended else self._matcher.try_consume_tokens(body)
         if self._matcher.is_error():
@@ -279,6 +303,9 @@ class GrammarState:
         if num_consumed < len(body) or is_end_wrong:
             raise GrammarError(f"the output left its grammar by token {num_consumed} of {body}")
         self._has_ended = ends
+
+    def _ends_early(self, free: Sequence[int]) -> bool:
+        return not self._ends_free and self._eos in free
 
     def _parts(self, tokens: Sequence[int]) -> tuple[int, list[int], bool]:
         """How many tokens are free, those after them, and whether an end follows these."""

@@ -119,7 +119,7 @@ def without_schemas(tools_json: str) -> str | None:
         sent = json.loads(tools_json)
     except ValueError:
         return None
-    tools = [_object(tool) for tool in sent] if isinstance(sent, list) else []
+    tools = [_object(tool) for tool in cast(list[Any], sent)] if isinstance(sent, list) else []
     functions = [_object(tool.get("function")) for tool in tools]
     if any(function.get("strict") for function in functions):
         return None

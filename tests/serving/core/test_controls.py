@@ -17,7 +17,7 @@ from serving.core.controls import (
     SequenceControls,
     controls_of,
 )
-from serving.core.grammar import mask_words
+from serving.core.grammar import DSML, mask_words
 from serving.core.request import (
     ConstraintKind,
     OutputConstraint,
@@ -26,7 +26,7 @@ from serving.core.request import (
     SamplingParams,
     TokenLogprob,
 )
-from tests.serving.core.vocabularies import SMALL, SMALL_VOCAB, ids_of
+from tests.serving.core.vocabularies import SMALL, SMALL_VOCAB, ids_of, large
 
 WORDS = mask_words(SMALL_VOCAB)
 
@@ -79,12 +79,16 @@ def test_most_requests_have_no_controls() -> None:
         controls_of(request_of(plain, constraint=OutputConstraint(ConstraintKind.JSON, "")), None)
 
 
-def test_a_grammar_adjusts_once_it_is_not_free() -> None:
+def test_a_grammar_adjusts_unless_anything_may_come_next() -> None:
     assert constrained("ab").adjusts
-    thinking = constrained("ab", after_thinking=True)
-    assert not thinking.adjusts
-    thinking.advance([SMALL._added["</think>"]])
-    assert thinking.adjusts
+    # The answer may not end in its thinking.
+    assert constrained("ab", after_thinking=True).adjusts
+    tools = OutputConstraint(ConstraintKind.TOOL_CALL, '[{"function": {"name": "f"}}]')
+    grammar = large().compile(tools)
+    free = SequenceControls(request_of(SamplingParams(), constraint=tools), grammar.start())
+    assert not free.adjusts
+    free.advance([large()._added[DSML]])
+    assert free.adjusts
 
 
 def test_masks_and_drafts_follow_the_grammar() -> None:

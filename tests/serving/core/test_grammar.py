@@ -211,25 +211,27 @@ def test_thinking_is_free_until_it_ends() -> None:
     state = SMALL.compile(OutputConstraint(ConstraintKind.JSON, "", after_thinking=True)).start()
     thinking, brace = encode(SMALL, "so [{ then"), ids_of(SMALL, "{")[0]
     end = encode(SMALL, THINK_END)
-    assert state.is_free and state.may_end and state.num_legal(thinking) == len(thinking)
+    assert state.num_legal(thinking) == len(thinking)
     masks = np.zeros((len(thinking) + 1, mask_words(SMALL_VOCAB)), np.int32)
     state.fill_masks(thinking, masks)
-    assert (masks == -1).all()
+    assert (np.argwhere(~unpacked(masks))[:, 1] == EOS).all(), "anything but the end"
+    # The answer would be none of the form.
+    assert not state.may_end and not unpacked(masks)[:, EOS].any()
+    assert state.num_legal([*thinking, EOS, *thinking]) == len(thinking)
     state.advance(thinking)
-    assert state.is_free
     # Drafts across the boundary: free up to the marker, constrained right after it.
     drafts = [*thinking[:1], *end, brace]
     assert state.num_legal([*drafts, *ids_of(SMALL, "x")]) == len(drafts)
     masks = np.zeros((4, mask_words(SMALL_VOCAB)), np.int32)
     state.fill_masks(drafts, masks)
-    assert (masks[:2] == -1).all()
+    assert (np.argwhere(~unpacked(masks)[:2])[:, 1] == EOS).all()
     assert (
         np.flatnonzero(unpacked(masks)[2]).tolist()
         == np.flatnonzero(
             mask_of(SMALL.compile(OutputConstraint(ConstraintKind.JSON, "")).start())
         ).tolist()
     )
-    assert state.is_free, "drafts are not tokens yet"
+    assert state.num_legal(thinking) == len(thinking), "drafts are not tokens yet"
     state.advance(end)
     assert not state.is_free and not state.may_end
     assert state.num_legal(thinking) == 0
@@ -237,6 +239,17 @@ def test_thinking_is_free_until_it_ends() -> None:
     assert state.num_legal(end) == 0
     state.advance(ids_of(SMALL, '{"'))
     assert state.num_legal(end) == 0 and state.num_legal(ids_of(SMALL, "</")) > 0
+
+
+def test_only_calls_that_need_not_be_made_may_be_left_out_by_thinking() -> None:
+    tools = json.dumps([{"type": "function", "function": {"name": "f"}}])
+    for kind, text in ((ConstraintKind.TOOL_CALL, tools), (ConstraintKind.REGEX, "ab")):
+        state = large().compile(OutputConstraint(kind, text, after_thinking=True)).start()
+        is_free = kind is ConstraintKind.TOOL_CALL
+        assert (state.is_free, state.may_end, state.num_legal([EOS])) == (is_free,) * 3
+        if not is_free:
+            with pytest.raises(GrammarError, match="before its answer"):
+                state.advance([EOS])
 
 
 @given(st.data())
@@ -292,7 +305,7 @@ def test_an_equal_constraint_is_compiled_once() -> None:
     one, two = (SMALL.compile(OutputConstraint(ConstraintKind.REGEX, "abc")) for _ in range(2))
     assert one is two
     other = SMALL.compile(OutputConstraint(ConstraintKind.REGEX, "abc", after_thinking=True))
-    assert other is not one and other.start().is_free
+    assert other is not one and not other.start().may_end
 
 
 TOOLS = [

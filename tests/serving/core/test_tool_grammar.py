@@ -159,8 +159,8 @@ def test_only_strict_tools_are_refused_for_their_schema() -> None:
         large().compile(constraint)
 
 
-def one_value(value: Any, *, strict: bool = True, **more: Any) -> list[Any]:
-    return [tool("f", schema({"x": value}, "x", **more), strict=strict)]
+def one_value(value: Any, more: dict[str, Any] | None = None, *, strict: bool = True) -> list[Any]:
+    return [tool("f", schema({"x": value}, "x", **(more or {})), strict=strict)]
 
 
 def test_each_choice_of_a_parameter_keeps_its_own_limits() -> None:
@@ -178,7 +178,7 @@ def test_each_choice_of_a_parameter_keeps_its_own_limits() -> None:
     ]  # fmt: skip
     for strict in (True, False):
         for value, text, is_raw, expected in cases:
-            tools = one_value(value, strict=strict, **definitions)
+            tools = one_value(value, definitions, strict=strict)
             calls = call("f", parameter("x", text, is_raw=is_raw))
             assert is_legal(large(), tools, calls) == expected, (value, text)
 
@@ -207,8 +207,8 @@ def test_a_strict_tool_is_refused_for_what_it_cannot_be_held_to() -> None:
         (one_value({"type": "string", "format": "uuid", "maxLength": 3}), "together"),
         (one_value({"type": "string", "maxLength": 2, "anyOf": [{"maxLength": 3}]}), "beside"),
         (one_value({"oneOf": [{"type": "string"}, {"const": "x"}]}), "oneOf"),
-        (one_value({"$ref": "#/$defs/n"}, **{"$defs": definitions}), "more than"),
-        (one_value({"type": "string"}, minProperties=2), "minProperties"),
+        (one_value({"$ref": "#/$defs/n"}, {"$defs": definitions}), "more than"),
+        (one_value({"type": "string"}, {"minProperties": 2}), "minProperties"),
     ]
     for tools, detail in cases:
         with pytest.raises(ToolGrammarError, match=detail):
