@@ -247,6 +247,9 @@ def _front_door(
     from serving.http_service import Tenancy
     from serving.listening import bind, check_openness
 
+    # To be told of new keys while the model is loaded is no reason to end. They are read again
+    # when it is there.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     database = _database_of(config)
     authenticator = Authenticator(SqliteKeyStore(database))
     check_openness(config.server.host, authenticator.needs_keys, _say)

@@ -100,20 +100,28 @@ async def serve_http(
 
 @contextlib.contextmanager
 def _reload_on_signal(tenancy: Tenancy, quotas: Quotas, say: Say) -> Iterator[None]:
-    """SIGHUP reads keys and quotas again; what cannot be used leaves both as they were."""
+    """SIGHUP reads keys and quotas again; what cannot be used leaves both as they were.
 
-    def reload() -> None:
+    So does the start, because a signal that came while the model was loaded was passed over.
+    """
+
+    def reload() -> bool:
         try:
             options = tenancy.reread().quotas
             tenancy.authenticator.reload()
         except ConfigError as error:
             say(f"Not reloaded: {error}")
-            return
+            return False
         quotas.reload(options)
-        say("Reloaded: API keys and quotas")
+        return True
+
+    def on_signal() -> None:
+        if reload():
+            say("Reloaded: API keys and quotas")
 
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    loop.add_signal_handler(signal.SIGHUP, on_signal)
+    reload()
     try:
         yield
     finally:

@@ -98,6 +98,11 @@ class Child:
         self._is_stopping = True
         self.tell(signal.SIGTERM)
 
+    def end(self) -> None:
+        """End it at once; it is not started again."""
+        self._is_stopping = True
+        self.tell(signal.SIGKILL)
+
     async def _run_once(self) -> int:
         self.num_starts += 1
         self._process = await asyncio.create_subprocess_exec(
@@ -166,8 +171,15 @@ async def _look_after(
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        if stopping.is_set():  # Whoever asks twice does not want to wait.
+            for child in (router, *workers, *tiers):
+                child.end()
+        stopping.set()
+
     for number in numbers:
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, lambda: router.tell(signal.SIGHUP))
     first = (*tiers, router, workers[0])
     running = {child: asyncio.create_task(child.run()) for child in first}

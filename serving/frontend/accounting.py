@@ -124,7 +124,12 @@ class Account:
         start_ns = self._accounting.clock.now_ns()
         priority = self.requests[0].priority
         queue = self._accounting.queue
-        self._place = await queue.enter(self.tenant, len(self.requests), cost, priority)
+        try:
+            self._place = await queue.enter(self.tenant, len(self.requests), cost, priority)
+        except ApiError as error:
+            self._accounting.metrics.tenant(self.tenant).num_refused += 1
+            error.headers += self.headers()
+            raise
         self._entered_ns = self._accounting.clock.now_ns()
         self._accounting.metrics.queue_s.observe(s_of_ns(self._entered_ns - start_ns))
 

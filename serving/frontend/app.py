@@ -322,7 +322,10 @@ def _answer_api_error(request: HttpRequest, error: Exception) -> Response:
 def _answer_http_exception(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), error
     where = f"{request.method} {request.url.path}"
-    return _answer_api_error(request, ApiError(error.status_code, f"{where}: {error.detail}"))
+    shown = ApiError(error.status_code, f"{where}: {error.detail}")
+    # Among them is which methods a path takes.
+    shown.headers += [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    return _answer_api_error(request, shown)
 
 
 def _answer_exception(request: HttpRequest, error: Exception) -> Response:

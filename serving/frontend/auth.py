@@ -237,4 +237,6 @@ def _scopes(names: str) -> frozenset[Scope]:
 
 
 def _unauthorized(detail: str) -> ApiError:
-    return ApiError(401, detail, code="invalid_api_key")
+    error = ApiError(401, detail, code="invalid_api_key")
+    error.headers.append((b"www-authenticate", b"Bearer"))
+    return error

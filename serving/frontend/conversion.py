@@ -65,6 +65,24 @@ def convert(request: RecipeRequest, model: ServedModel) -> recipe.ConversationRe
     return request.convert(conversion_options(model))
 
 
+def with_known_roles(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a chat body to change so that deepseek-recipe knows the roles in it.
+
+    Newer clients call the system's role `developer`.
+    """
+    messages = body.get("messages")
+    found = messages if isinstance(messages, list) else []
+    roles = [message.get("role") if isinstance(message, dict) else None for message in found]
+    if "developer" not in roles:
+        return {}
+    return {
+        "messages": [
+            message | {"role": "system"} if role == "developer" else message
+            for message, role in zip(found, roles, strict=True)
+        ]
+    }
+
+
 def encode(converted: recipe.ConversationRequest, model: ServedModel, param: str) -> EncodedPrompt:
     """The prompt of a conversation; `param` is the field that holds it.
 

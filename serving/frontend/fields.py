@@ -5,6 +5,7 @@ it; a field without influence on the answer (`user`, `metadata`, ...) is ignored
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -34,6 +35,32 @@ _FORMS: dict[str, tuple[object, ...]] = {
 """Where the dialects ask for a form of the answer; each refuses what it does not know of them."""
 
 # Values under which each field has no effect, so that a client that spells out defaults is served.
+FOREIGN_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "stop_regex": ([],),
+    "no_stop_trim": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "lora_path": (),
+}
+"""Fields of vLLM and SGLang that change answers there; refused in every dialect."""
+
 CHAT_NEUTRAL: dict[str, tuple[object, ...]] = {
     **{name: neutral for name, neutral in _FORMS.items() if name != "response_format"},
     "stop_sequences": ([],),
@@ -83,7 +110,7 @@ def refuse_unsupported(body: _Body, neutral_values: Mapping[str, tuple[object, .
 
     `neutral_values` are those of the dialect, `CHAT_NEUTRAL` or another.
     """
-    for name, neutral in neutral_values.items():
+    for name, neutral in chain(neutral_values.items(), FOREIGN_NEUTRAL.items()):
         value = body.get(name)
         if value is None:
             continue

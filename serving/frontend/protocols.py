@@ -30,6 +30,7 @@ from serving.frontend.conversion import (
     encode,
     starts_thinking,
     tokens_left,
+    with_known_roles,
 )
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
 from serving.frontend.gateway import Update
@@ -339,7 +340,7 @@ def _with_known_names(body: dict[str, Any]) -> dict[str, Any]:
 
     It knows `max_completion_tokens` under its older name, and single samples only.
     """
-    changes: dict[str, Any] = {}
+    changes = with_known_roles(body)
     if body.get("max_completion_tokens") is not None:
         if body.get("max_tokens") not in (None, body["max_completion_tokens"]):
             raise bad_request(

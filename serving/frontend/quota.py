@@ -36,6 +36,12 @@ class Bucket:
         missing = min(amount, self.per_minute) - self.level(now_ns)
         return max(missing, 0.0) / self.per_minute * _MINUTE_S
 
+    def go_on_from(self, other: "Bucket", now_ns: int) -> None:
+        """Begins as `other` stands: what was taken of it is gone, an overdraft is to be filled."""
+        level = other.level(now_ns)
+        taken = other.per_minute - max(level, 0.0)
+        self._level = max(self.per_minute - taken, 0.0) + min(level, 0.0)
+
     def take(self, amount: float) -> None:
         """Takes an amount out, or puts a negative one back."""
         self._level = min(self._level - amount, float(self.per_minute))
@@ -86,11 +92,13 @@ class Quotas:
         self._tenants: dict[str, _Tenant] = {}
 
     def reload(self, options: Mapping[str, QuotaOptions]) -> None:
-        """Other quotas from now on; what is running or reserved stays counted."""
+        """Other quotas from now on; what was taken or is running stays counted."""
         self._options = options
         for name, tenant in self._tenants.items():
-            tenant.options = self._of(name)
+            tenant.options, before = self._of(name), tenant.buckets
             tenant.buckets = self._buckets(tenant.options)
+            for kind in tenant.buckets.keys() & before.keys():
+                tenant.buckets[kind].go_on_from(before[kind], self._clock.now_ns())
 
     def context_max(self, tenant: str) -> int | None:
         """The longest prompt and answer together; None for what the engine takes."""

@@ -96,8 +96,10 @@ class ResponsesCall(ConversationCall):
 
 def _check_logprobs(body: Mapping[str, Any]) -> None:
     """Raises ApiError 400 for likeliest tokens in a report that is not asked for."""
-    wanted = body.get("top_logprobs")
-    if wanted and _LOGPROBS not in (body.get("include") or ()):
+    wanted, include = body.get("top_logprobs"), body.get("include")
+    if include is not None and not isinstance(include, list):
+        raise bad_request("include is no list; expected a list of names, or nothing", "include")
+    if wanted and _LOGPROBS not in (include or ()):
         raise bad_request(
             f"top_logprobs is {wanted}, but include does not ask for {_LOGPROBS!r}; name it there "
             "or leave top_logprobs out",

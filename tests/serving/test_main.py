@@ -6,13 +6,14 @@ that a module is not imported, or that signals arrive. The server itself is a sc
 """
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -282,7 +283,10 @@ sys.exit(m.main(sys.argv[1:]))
 class Server:
     """A server process around a scripted executor."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(
+        self, *arguments: str, at_line: Callable[[int, str], object] = lambda *_: None
+    ) -> None:
+        """`at_line` hears of each line until the server is up, with the number of the process."""
         self.process = subprocess.Popen(
             [sys.executable, "-c", SCRIPTED_SERVER, "--port", "0", "--model", str(MODEL_DIR)]
             + list(arguments),
@@ -295,6 +299,7 @@ class Server:
         self.lines: list[str] = []
         for line in self.process.stdout:
             self.lines.append(line)
+            at_line(self.process.pid, line)
             if line.startswith("Try "):
                 break
         (serving,) = (line for line in self.lines if line.startswith("Serving "))
@@ -409,6 +414,22 @@ def test_without_keys_only_this_machine_is_served(capsys: pytest.CaptureFixture[
     for host in ("0.0.0.0", "::", "192.0.2.1", "some.name"):
         line = run_main(["--host", host, "--port", "0", "--model", "/no/where"], capsys)
         assert host in line and "keys add" in line
+
+
+def test_keys_made_while_a_model_is_loaded_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--set", f"server.database={tmp_path / 'db'}"]
+    assert command_line.main(["keys", "add", "acme", *settings]) == 0
+
+    def at_line(pid: int, line: str) -> None:
+        if line.startswith("Loading "):
+            assert command_line.main(["keys", "add", "other", *settings]) == 0
+            os.kill(pid, signal.SIGHUP)
+
+    with Server(*settings, at_line=at_line) as server:
+        headers = {"x-api-key": capsys.readouterr().out.splitlines()[-1]}
+        assert httpx.get(f"{server.url}/models", headers=headers).status_code == 200
 
 
 def test_keys_usage_and_reload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

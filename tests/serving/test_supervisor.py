@@ -22,7 +22,8 @@ NODE = """
 import pathlib, signal, sys, time
 folder, flags = pathlib.Path(sys.argv[1]), sys.argv[2:]
 name = flags[flags.index("--name") + 1]
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+is_busy = (folder / f"{name}.busy").exists()
+signal.signal(signal.SIGTERM, signal.SIG_IGN if is_busy else lambda *_: sys.exit(0))
 with (folder / "starts").open("a") as file:
     file.write(name + " " + " ".join(flags) + "\\n")
 code = folder / f"{name}.code"
@@ -56,6 +57,9 @@ class Run:
     def is_ready(self, name: str) -> bool:
         return any(line.startswith(f"{name} ") and " ready " in line for line in self.lines)
 
+    def last_line_of(self, name: str) -> str:
+        return [line for line in self.lines if line.startswith(f"{name} ")][-1]
+
     def until(self, condition: Callable[[], bool] | None) -> int:
         """Run until `condition`, then send SIGTERM; or until it ends by itself. The exit code."""
         command = [sys.executable, "-c", NODE, str(self.folder)]
@@ -88,6 +92,20 @@ def test_one_worker_comes_before_the_others_and_all_are_stopped(tmp_path: Path) 
     assert "--flag" in flags and f"--parent {os.getpid()}" in flags
     (directory,) = {part for part in flags.split() if part.startswith("cluster.directory=")}
     assert not Path(directory.partition("=")[2]).exists()
+
+
+def test_a_second_signal_ends_what_is_still_busy(tmp_path: Path) -> None:
+    (tmp_path / "router.busy").touch()
+    run = Run(tmp_path)
+
+    def is_draining() -> bool:
+        if not all(map(run.is_ready, NODES)):
+            return False
+        os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    assert run.until(is_draining) == 0
+    assert all(" stopped " in run.last_line_of(name) for name in ("router", *NODES)), run.lines
 
 
 def test_tiers_and_their_cache_process_are_stopped_last(tmp_path: Path) -> None:

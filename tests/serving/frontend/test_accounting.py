@@ -300,6 +300,25 @@ def test_greedy_tenant_cannot_push_another_past_its_share(tmp_path: Path) -> Non
     assert len(taken) == 15 and taken[:9].count("small") == 3, taken
 
 
+def test_a_full_queue_is_told_like_a_quota(tmp_path: Path) -> None:
+    database, gate = tmp_path / "db", threading.Event()
+    _, key = SqliteKeyStore(database).add("acme", [Scope.USE], 0)
+    options = {"engine.decode_rows": [1], "engine.prefill_rows": 1, "engine.waiting_max": 2}
+    options |= {"quotas.acme.requests_per_minute": 100}
+    executor = ScriptedExecutor(letter_at, gate=gate)
+    with RunningService(executor, options, database) as service, ThreadPoolExecutor(8) as pool:
+        shop = Shop(service, database, {"acme": key})
+        calls = [pool.submit(shop.post, "acme", max_tokens=2) for _ in range(8)]
+        counts = service.gateway.metrics.tenant("acme")
+        wait_for(lambda: sum(call.done() for call in calls) > 0, "a refusal")
+        gate.set()
+        refused = [call.result() for call in calls if call.result().status_code == 429]
+        assert counts.num_refused == len(refused) and counts.num_calls == 8 - len(refused)
+    for answer in refused:
+        assert answer.headers["retry-after"] == "1"
+        assert answer.headers["x-ratelimit-limit-requests"] == "100"
+
+
 class LateGate(threading.Event):
     """Is open for the first dozen steps."""
 

@@ -213,6 +213,19 @@ def test_unknown_route_and_method_have_error_bodies(service: RunningService) -> 
     ):
         assert response.status_code == status
         assert response.json()["error"]["message"]
+        assert response.headers.get("allow") == ("POST" if status == 405 else None)
+
+
+def test_the_system_may_be_called_developer(service: RunningService) -> None:
+    def counts(path: str, role: str) -> object:
+        messages = [{"role": role, "content": "Brief."}, {"role": "user", "content": "Hi"}]
+        answer = httpx.post(
+            f"{service.url}/{path}", json=chat() | {"messages": messages}, timeout=20
+        ).json()
+        return answer.get("tokens") or answer["usage"]["prompt_tokens"]
+
+    for path in ("v1/chat/completions", "tokenize"):
+        assert counts(path, "developer") == counts(path, "system")
 
 
 BAD_CHATS: list[tuple[Any, str | None]] = [

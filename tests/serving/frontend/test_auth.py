@@ -43,6 +43,9 @@ def test_a_key_stands_for_its_tenant_until_it_is_revoked(store: SqliteKeyStore) 
     for headers in ({}, bearer(secret + "x"), {"authorization": secret}, bearer("")):
         assert status_of(authenticator, headers, Scope.USE) == 401
     assert status_of(authenticator, bearer(secret), Scope.ADMIN) == 403
+    with pytest.raises(ApiError) as caught:
+        authenticator.principal({}, Scope.USE)
+    assert caught.value.headers == [(b"www-authenticate", b"Bearer")]
     assert store.revoke(key_id, 9) and not store.revoke(key_id, 10)
     assert authenticator.principal(bearer(secret), Scope.USE), "until it reloads"
     authenticator.reload()

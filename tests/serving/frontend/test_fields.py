@@ -227,6 +227,7 @@ def test_bad_guides(body: dict[str, object], param: str) -> None:
 @pytest.mark.parametrize(
     ("dialect", "names"),
     [
+        ("all", fields.FOREIGN_NEUTRAL),
         ("chats, completions", fields.CHAT_NEUTRAL),
         ("completions", fields.COMPLETIONS_NEUTRAL.keys() - fields.CHAT_NEUTRAL),
         ("Responses", fields.RESPONSES_NEUTRAL),

@@ -94,6 +94,26 @@ def test_reload() -> None:
     assert quotas.context_max("a") == 9 and quotas.context_max("b") is None
 
 
+@pytest.mark.parametrize(("limit", "left"), [(2, 0), (3, 1), (1, 0)])
+def test_a_reload_gives_nobody_another_minute(limit: int, left: int) -> None:
+    quotas, _ = make_quotas(requests_per_minute=2)
+    for _ in range(2):
+        quotas.reserve("a", 1, 1)
+    refused(quotas)
+    quotas.reload({"default": QuotaOptions(requests_per_minute=limit)})
+    for _ in range(left):
+        quotas.reserve("a", 1, 1)
+    assert refused(quotas).status == 429
+
+
+def test_a_reload_does_not_forgive_an_overdraft() -> None:
+    quotas, clock = make_quotas(cached_tokens_per_minute=60)
+    quotas.settle(quotas.reserve("a", 200, 1), 180, 1)
+    quotas.reload({"default": QuotaOptions(cached_tokens_per_minute=60)})
+    clock.time_ns = ns_of_s(119)
+    refused(quotas)
+
+
 def test_held_bytes_are_those_of_tokens_and_sequences() -> None:
     clock = HandClock()
     options = {"default": QuotaOptions(held_bytes_max=10_000)}
