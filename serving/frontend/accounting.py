@@ -51,6 +51,18 @@ class Accounting:
         self.clock = clock
         self.metrics = metrics
 
+    def check(self, principal: Principal) -> None:
+        """Refuses a tenant whose quota is used up whatever it asks for.
+
+        Raises:
+            ApiError: 429.
+        """
+        try:
+            self.quotas.check(principal.tenant)
+        except ApiError:
+            self.metrics.tenant(principal.tenant).num_refused += 1
+            raise
+
     def open(
         self, call: Call, principal: Principal, route: str, span: CallSpan | None = None
     ) -> "Account":

@@ -4,7 +4,6 @@ A generation call takes five steps: see who calls; read the body within its limi
 `Call`; open its account, which checks the quota; write its `Answer`.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -32,6 +31,7 @@ from serving.frontend.fair_queue import FairQueue
 from serving.frontend.gateway import Gateway
 from serving.frontend.http_limits import SECURITY_HEADERS, HeadLimit
 from serving.frontend.message_calls import MessagesCall, count_tokens
+from serving.frontend.parsing import ParsingThreads
 from serving.frontend.protocols import Call, ChatCall
 from serving.frontend.quota import Quotas
 from serving.frontend.responses import ResponsesCall
@@ -142,6 +142,7 @@ class _Service:
         self._model = model
         self._options = options
         self._bodies = BodyReader(options.body_bytes_max, options.body_s)
+        self._parsing = ParsingThreads()
         gateway.on_drain = self._bodies.drain
         self._clock = clock
         self._created = clock.unix_s()
@@ -238,9 +239,12 @@ class _Service:
         return _json(await self._cache.act(await self._bodies.read(request)))
 
     async def _generate(self, request: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
-        call = await self._parsed(request, parse)
+        raw = await self._bodies.read(request)
         principal = getattr(request.state, "principal", LOCAL)
         try:
+            # Before the work of parsing, which may fetch images.
+            self._accounting.check(principal)
+            call = await self._parse(request, parse, raw)
             span = getattr(request.state, "span", None)
             account = self._accounting.open(call, principal, request.url.path, span)
         except ApiError as error:
@@ -249,10 +253,13 @@ class _Service:
         return Answer(call, account, self._gateway)
 
     async def _parsed[T](self, request: HttpRequest, parse: Callable[[bytes], T]) -> T:
-        raw = await self._bodies.read(request)
+        return await self._parse(request, parse, await self._bodies.read(request))
+
+    async def _parse[T](self, request: HttpRequest, parse: Callable[[bytes], T], raw: bytes) -> T:
         if len(raw) < _LARGE_BODY_BYTES and not any(part in raw for part in _IMAGE_PARTS):
             return parse(raw)
-        return await asyncio.to_thread(parse, raw)
+        tenant = getattr(request.state, "principal", LOCAL).tenant
+        return await self._parsing.run(tenant, parse, raw)
 
     async def _check_engine(self) -> None:
         status = await self._gateway.status()

@@ -104,6 +104,36 @@ class Quotas:
         """The longest prompt and answer together; None for what the engine takes."""
         return self._of(tenant).context_max or None
 
+    def check(
+        self, tenant: str, num_input_tokens: int = 0, num_output_tokens: int = 0
+    ) -> dict[str, int]:
+        """What a call of so many tokens would take of each bucket, if there may be one now.
+
+        Raises:
+            ApiError: 429.
+        """
+        state, now_ns = self._state(tenant), self._clock.now_ns()
+        options = state.options
+        if options.concurrent_max and state.num_running >= options.concurrent_max:
+            detail = f"{options.concurrent_max} calls of {tenant} are running; expected no more"
+            raise _too_many(detail, 1.0)
+        wanted = {
+            "requests": 1,
+            "tokens": num_input_tokens + num_output_tokens,
+            "input_tokens": num_input_tokens,
+            "output_tokens": num_output_tokens,
+        }
+        waits = {
+            name: bucket.wait_s(wanted.get(name, 0), now_ns)
+            for name, bucket in state.buckets.items()
+        }
+        for name, seconds in waits.items():
+            if seconds > 0:
+                limit = state.buckets[name].per_minute
+                what = name.replace("_", " ")
+                raise _too_many(f"The quota of {tenant} is {limit} {what} a minute", seconds)
+        return wanted
+
     def reserve(
         self,
         tenant: str,
@@ -118,7 +148,7 @@ class Quotas:
         Raises:
             ApiError: 429, the quota is used up for now; 400, it never allows for such a call.
         """
-        state, now_ns = self._state(tenant), self._clock.now_ns()
+        state = self._state(tenant)
         options, num_tokens = state.options, num_input_tokens + num_output_tokens
         costs = self._costs
         num_bytes = round(num_tokens * costs.token_bytes) + num_sequences * costs.sequence_bytes
@@ -135,24 +165,7 @@ class Quotas:
             if limit and held + num > limit:
                 detail = f"{held} {what} of {tenant} are held and {num} more"
                 raise _too_many(f"{detail} exceed the quota of {limit}", 1.0)
-        if options.concurrent_max and state.num_running >= options.concurrent_max:
-            detail = f"{options.concurrent_max} calls of {tenant} are running; expected no more"
-            raise _too_many(detail, 1.0)
-        wanted = {
-            "requests": 1,
-            "tokens": num_tokens,
-            "input_tokens": num_input_tokens,
-            "output_tokens": num_output_tokens,
-        }
-        waits = {
-            name: bucket.wait_s(wanted.get(name, 0), now_ns)
-            for name, bucket in state.buckets.items()
-        }
-        for name, seconds in waits.items():
-            if seconds > 0:
-                limit = state.buckets[name].per_minute
-                what = name.replace("_", " ")
-                raise _too_many(f"The quota of {tenant} is {limit} {what} a minute", seconds)
+        wanted = self.check(tenant, num_input_tokens, num_output_tokens)
         for name, bucket in state.buckets.items():
             bucket.take(wanted.get(name, 0))
         state.num_running += 1

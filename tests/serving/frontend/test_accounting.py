@@ -168,6 +168,7 @@ def test_quotas_reach_the_client(shop: Shop) -> None:
     ):
         client.completions.create(model="tiny-v41", prompt="x", max_tokens=3)
     headers = caught.value.response.headers
+    assert shop.post("small", prompt=7).status_code == 429, "its body is not even looked at"
     assert 1 <= int(headers["retry-after"]) <= 30
     assert headers["x-ratelimit-limit-requests"] == "2"
     assert shop.post("other").status_code == 200

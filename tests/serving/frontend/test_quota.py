@@ -94,6 +94,20 @@ def test_reload() -> None:
     assert quotas.context_max("a") == 9 and quotas.context_max("b") is None
 
 
+def test_whether_anything_is_left_is_known_before_a_call_is() -> None:
+    quotas, _ = make_quotas(requests_per_minute=9, concurrent_max=1)
+    quotas.check("a")
+    held = quotas.reserve("a", 1, 1)
+    with pytest.raises(ApiError, match="1 calls of a are running"):
+        quotas.check("a")
+    quotas.settle(held, 0, 1)
+    for _ in range(8):
+        quotas.check("a")
+        quotas.settle(quotas.reserve("a", 1, 1), 0, 1)
+    with pytest.raises(ApiError, match="9 requests a minute"):
+        quotas.check("a")
+
+
 @pytest.mark.parametrize(("limit", "left"), [(2, 0), (3, 1), (1, 0)])
 def test_a_reload_gives_nobody_another_minute(limit: int, left: int) -> None:
     quotas, _ = make_quotas(requests_per_minute=2)
