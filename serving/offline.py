@@ -9,8 +9,9 @@
 A row of a prompt file is a JSON object with one of `prompt` (text), `messages` (chat) and
 `prompt_token_ids`, and optional sampling fields under the names of `SamplingParams`. `stop` has
 texts that end the output, which has none of them. A field `guided_json`, `guided_regex`,
-`guided_choice` or `guided_grammar` gives the output a form, and one with a smaller `priority` is
-generated first. A row with `n` has that many outputs, one after another, each on a line of its own.
+`guided_choice` or `guided_grammar` gives the output a form, and the `tools` of a chat give one to
+their calls. A row with a smaller `priority` is generated first. A row with `n` has that many
+outputs, one after another, each on a line of its own.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from serving.core.request import (
 from serving.engine.engine import Engine
 from serving.engine.step_times import TimedExecutor
 from serving.frontend import fields
+from serving.frontend.conversion import constraint_of
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
 from serving.frontend.images import (
     EncodedPrompt,
@@ -47,7 +49,7 @@ from serving.frontend.images import (
     check_image_parts,
     refuse_placeholders,
 )
-from serving.frontend.protocols import refuse_stop_strings
+from serving.frontend.protocols import refuse_stop_strings, sent_schemas
 from serving.kv.offload import CachePort
 from serving.loading import LoadedModel, load_model
 from serving.offline_outputs import Collected, Output
@@ -252,7 +254,8 @@ class LLM:
             prompt = EncodedPrompt(self._encode_text(values["prompt"]))
         elif "messages" in values:
             chat = {key: values[key] for key in _CHAT_KEYS if key in values}
-            prompt = self._encode_chat(values["messages"], chat)
+            prompt, converted = self._encode_chat(values["messages"], chat)
+            constraint = constraint_of(values, converted, sent_schemas(values))
         else:
             prompt = EncodedPrompt(self._checked_ids(values["prompt_token_ids"]))
         priority = fields.priority(values)
@@ -283,7 +286,7 @@ class LLM:
         if isinstance(prompt, str):
             return EncodedPrompt(self._encode_text(prompt))
         if len(prompt) and isinstance(prompt[0], Mapping):
-            return self._encode_chat([dict(cast(Any, message)) for message in prompt], {})
+            return self._encode_chat([dict(cast(Any, message)) for message in prompt], {})[0]
         return EncodedPrompt(self._checked_ids(prompt))
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
@@ -292,7 +295,9 @@ class LLM:
         refuse_placeholders(token_ids, self._model.facts.images, "prompt")
         return token_ids
 
-    def _encode_chat(self, chat: list[Any], options: dict[str, Any]) -> EncodedPrompt:
+    def _encode_chat(
+        self, chat: list[Any], options: dict[str, Any]
+    ) -> tuple[EncodedPrompt, recipe.ConversationRequest]:
         body = {"model": "offline", "messages": chat, **options}
         codec = self._model.codec
         conversion = (
@@ -303,7 +308,7 @@ class LLM:
         with recipe_errors(body):
             check_image_parts(body)
             converted = recipe.ChatCompletionRequest(body).convert(conversion)
-            return self._images.encode(converted.conversation, codec)
+            return self._images.encode(converted.conversation, codec), converted
 
     def _checked_ids(self, token_ids: Iterable[Any]) -> tuple[int, ...]:
         vocab_size = self._model.facts.vocab_size

@@ -12,7 +12,7 @@ from serving.core.controls import controls_of
 from serving.core.grammar import Grammar
 from serving.core.prefix import root_key
 from serving.core.replay import ReplayRule
-from serving.core.request import TOOL_KINDS, Request, RequestError
+from serving.core.request import Request, RequestError
 from serving.core.sequence import Sequence
 
 
@@ -169,10 +169,10 @@ def _check_constraint(request: Request, limits: EngineLimits) -> None:
             "one of them out",
             "ignore_eos",
         )
-    if request.sampling.stop_token_ids and request.constraint.kind not in TOOL_KINDS:
+    if set(request.sampling.stop_token_ids) - {limits.eos_token_id}:
         raise RequestError(
             f"stop_token_ids together with {param}: they could end the text before it has the "
-            "wanted form; leave one of them out",
+            "wanted form, or within a call; leave one of them out",
             "stop_token_ids",
         )
 

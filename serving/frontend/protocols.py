@@ -6,7 +6,7 @@ of is read from the body beside it. Each other dialect has a module of its own.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import deepseek_recipe as recipe
@@ -189,7 +189,7 @@ class ChatCall:
             seed=options.seed,
             logprobs=(options.top_logprobs or 0) if options.logprobs else None,
         )
-        constraint = constraint_of(body, converted, _sent_schemas(body))
+        constraint = constraint_of(body, converted, sent_schemas(body))
         refuse_stop_strings(converted.parsing_options.stop_sequences, constraint)
         self.is_streamed = converted.stream
         self._includes_usage = fields.include_usage(body, converted.stream)
@@ -354,7 +354,7 @@ def _with_known_names(body: dict[str, Any]) -> dict[str, Any]:
     return body | changes if changes else body
 
 
-def _sent_schemas(body: dict[str, Any]) -> SentSchemas:
+def sent_schemas(body: Mapping[str, Any]) -> SentSchemas:
     """The schemas in a chat request that deepseek-recipe has accepted."""
     wanted = body.get("response_format") or {}
     functions = [tool["function"] for tool in body.get("tools") or () if "function" in tool]

@@ -8,12 +8,14 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from serving.config import ServingConfig
+from serving.config import DEFAULT_MODEL_DIR, ServingConfig
+from serving.core.grammar import DSML, GrammarCompiler
 from serving.core.request import (
     ConstraintKind,
     OutputConstraint,
@@ -294,6 +296,26 @@ def test_controls_of_rows(tmp_path: Path) -> None:
         {"logprob": pytest.approx(-token / 100), "top": [[token, pytest.approx(-token / 100)]]}
     ]
     assert written[1]["prompt_logprobs"] == [None, {"logprob": pytest.approx(-0.04), "top": []}]
+
+
+def test_calls_of_the_tools_of_a_row_have_their_form(tmp_path: Path) -> None:
+    codec = TextCodec.load(DEFAULT_MODEL_DIR)
+    text = (DEFAULT_MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8")
+    grammars = GrammarCompiler(text, 1024, 1)
+    dsml = codec.tokenizer.encode(DSML)[0]
+    facts = replace(FACTS, vocab_size=1024, images=None)
+    model = LoadedModel(ScriptedExecutor(lambda position: dsml), facts, codec, grammars)
+    parameters = {"type": "object", "properties": {"x": {"enum": ["ab"]}}, "required": ["x"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 60}
+    row["thinking"] = {"type": "disabled"}
+    path = write(tmp_path, row, row | {"guided_regex": "a"})
+    llm = LLM.of_model(override(ServingConfig(), SMALL), model)
+    output = llm.generate_rows(read_rows(path)[:1], source="-")[0]
+    head = f'{DSML} calls>\n<{DSML} invoke name="f">\n<{DSML} parameter name="x" string="true">ab</'
+    assert output.text.startswith(head)
+    with pytest.raises(RowError, match="received guided_regex and tools"):
+        llm.generate_rows(read_rows(path), source="-")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ from dataclasses import replace
 import pytest
 
 from serving.core.admission import EngineLimits, check_limits, check_request, length_max
-from serving.core.request import Request, RequestError, SamplingParams
+from serving.core.request import (
+    ConstraintKind,
+    OutputConstraint,
+    Request,
+    RequestError,
+    SamplingParams,
+)
 from tests.serving.engine.checked_engine import (
     BUCKETS,
     make_limits,
@@ -41,6 +47,18 @@ def test_an_image_must_fit_one_step() -> None:
     check_request(request_of(20, images=(make_image(2, 16),)), LIMITS, BUCKETS)
     with pytest.raises(RequestError, match="image 1 has 17 tokens; expected at most 16"):
         check_request(request_of(20, images=(make_image(2, 17),)), LIMITS, BUCKETS)
+
+
+@pytest.mark.parametrize("kind", list(ConstraintKind))
+def test_no_token_but_the_end_may_stop_a_constrained_text(kind: ConstraintKind) -> None:
+    constraint = OutputConstraint(kind, "", param="field")
+    limits = replace(LIMITS, eos_token_id=1)
+    for stops in ((), (1,)):
+        sampling = SamplingParams(stop_token_ids=stops)
+        check_request(Request("a", (1,), sampling, constraint=constraint), limits, BUCKETS)
+    sampling = SamplingParams(stop_token_ids=(1, 3))
+    with pytest.raises(RequestError, match="stop_token_ids together with field"):
+        check_request(Request("a", (1,), sampling, constraint=constraint), limits, BUCKETS)
 
 
 @pytest.mark.parametrize(
