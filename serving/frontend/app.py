@@ -1,7 +1,8 @@
 """The HTTP application: routes, and the writing of answers.
 
-A generation call takes five steps: see who calls; read the body within its limit; parse it into a
-`Call`; open its account, which checks the quota; write its `Answer`.
+A generation call takes six steps: see who calls; read the body within its limit; see that there is
+quota left; parse it into a `Call`; open its account, which reserves what it may take; write its
+`Answer`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -301,7 +302,7 @@ def _traced(handler: Handler, tracer: Tracer, clock: Clock) -> Handler:
 def _check_operator(request: HttpRequest) -> None:
     """Without keys, whoever is on the server's machine is its operator."""
     if getattr(request.state, "principal", LOCAL) is LOCAL:
-        operators.check_operator(request.client)
+        operators.check_operator(request.client, request.headers)
 
 
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

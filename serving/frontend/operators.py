@@ -4,8 +4,11 @@ A trace shows when which requests ran and writes to the server's disk, so it is 
 who may generate text.
 """
 
+import contextlib
 import ipaddress
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Address
 
@@ -30,12 +33,24 @@ _STATUS = {
 }
 
 
-def check_operator(client: Address | None) -> None:
+def check_operator(client: Address | None, headers: Mapping[str, str]) -> None:
     """The one place that decides who may operate the server: whoever is on its machine.
+
+    A browser there also makes calls for the pages of others. It names their `Origin`, or asks for
+    this server by a name of theirs that leads here.
 
     Raises:
         ApiError: 403, the call comes from elsewhere.
     """
+    asked, origin = headers.get("host", ""), headers.get("origin")
+    is_page_of_others = origin is not None and origin.partition("://")[2] != asked
+    if is_page_of_others or not _is_plain(asked):
+        raise ApiError(
+            403,
+            f"Only callers on the server's machine may do that; this call was for {asked!r}"
+            + ("" if origin is None else f" from a page of {origin!r}"),
+            code="not_the_operator",
+        )
     host = "" if client is None else client.host
     try:
         address = ipaddress.ip_address(host)
@@ -48,6 +63,14 @@ def check_operator(client: Address | None) -> None:
             f"Only callers on the server's machine may do that; this call came from {host!r}",
             code="not_the_operator",
         )
+
+
+def _is_plain(netloc: str) -> bool:
+    """Whether a host is an address, or the name that every machine has for itself."""
+    with contextlib.suppress(ValueError):
+        name = urlsplit(f"//{netloc}").hostname or "localhost"
+        return name == "localhost" or ipaddress.ip_address(name) is not None
+    return False
 
 
 def status_of(status: WorkerStatus, gateway: Gateway, num_queued: int) -> dict[str, Any]:

@@ -38,16 +38,41 @@ def profile(service: RunningService, body: Any = None) -> httpx.Response:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
 def test_callers_on_this_machine_may(host: str) -> None:
-    check_operator(Address(host, 1))
+    check_operator(Address(host, 1), {})
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:10.0.0.1", "fe80::1", "localhost", ""])
 def test_others_may_not(host: str) -> None:
     with pytest.raises(ApiError, match="this call came from") as caught:
-        check_operator(Address(host, 1))
+        check_operator(Address(host, 1), {})
     assert caught.value.status == 403
     with pytest.raises(ApiError):
-        check_operator(None)
+        check_operator(None, {})
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1:8000", "[::1]:8000", "10.0.0.1"])
+def test_the_own_page_may(host: str) -> None:
+    for headers in ({"host": host}, {"host": host, "origin": f"http://{host}"}):
+        check_operator(Address("127.0.0.1", 1), headers)
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("localhost:8000", "http://evil.example"),
+        ("localhost:8000", "http://localhost:3000"),
+        ("localhost:8000", "null"),
+        ("evil.example:8000", "http://evil.example:8000"),
+        ("evil.example:8000", None),
+        ("[", None),
+        ("localhost:8000", "http://["),
+    ],
+)
+def test_pages_of_others_may_not(host: str, origin: str | None) -> None:
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+    with pytest.raises(ApiError, match="Only callers on the server's machine") as caught:
+        check_operator(Address("127.0.0.1", 1), headers)
+    assert caught.value.status == 403
 
 
 def test_a_trace_holds_the_steps_that_ran(service: RunningService) -> None:
