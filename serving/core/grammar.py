@@ -45,6 +45,10 @@ GRAMMARS_KEPT = 64
 TEXT_MAX = 256 * 2**10
 """Characters of a constraint, since the time to compile grows with them."""
 
+STEP_ITEMS_MAX = 10_000
+"""Work for the mask of one token, for which the steps of all requests wait: some 50 ms. A schema of
+500 optional properties needs less."""
+
 
 class GrammarError(RequestError):
     """A constraint that cannot be enforced. `param` names the request field that it came from."""
@@ -82,7 +86,7 @@ class GrammarCompiler:
             raise ValueError(f"tokenizer.json cannot be used for grammars: {error}") from None
         self._vocab_size = vocab_size
         self._eos = eos_token_id
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(verbose_errors=False, step_max_items=STEP_ITEMS_MAX)
         self._compiled = functools.lru_cache(GRAMMARS_KEPT)(self._compile)
 
     def compile(self, constraint: OutputConstraint) -> "Grammar":

@@ -241,6 +241,19 @@ def test_thinking_is_free_until_it_ends() -> None:
     assert state.num_legal(end) == 0 and state.num_legal(ids_of(SMALL, "</")) > 0
 
 
+def test_a_mask_that_would_hold_up_everybody_is_refused() -> None:
+    def optional(count: int) -> OutputConstraint:
+        names = [f"a{number}" for number in range(count)]
+        rules = "\n".join(f'{name}: "a" | "b"' for name in names)
+        return OutputConstraint(ConstraintKind.GRAMMAR, f"start: {'? '.join(names)}?\n{rules}")
+
+    with pytest.raises(GrammarError, match="too complex"):
+        large().compile(optional(300))
+    assert accepts(large(), large().compile(optional(30)), "abab")
+    wide = {"type": "object", "properties": {f"k{n}": {"type": "integer"} for n in range(480)}}
+    assert accepts(large(), large().compile(json_constraint(wide)), '{"k7": 1, "k479": 2}')
+
+
 def test_only_calls_that_need_not_be_made_may_be_left_out_by_thinking() -> None:
     tools = json.dumps([{"type": "function", "function": {"name": "f"}}])
     for kind, text in ((ConstraintKind.TOOL_CALL, tools), (ConstraintKind.REGEX, "ab")):
