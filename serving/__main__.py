@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or given[0] not in COMMANDS:
         given.insert(0, "run")
     options = _parser().parse_args(given)
+    if options.command in ("run", "node"):
+        # To be told of new keys while the model is loaded is no reason to end. A server reads them
+        # again when it is up.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         if options.command == "plan":
             return _plan(options)
@@ -247,9 +251,6 @@ def _front_door(
     from serving.http_service import Tenancy
     from serving.listening import bind, check_openness
 
-    # To be told of new keys while the model is loaded is no reason to end. They are read again
-    # when it is there.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     database = _database_of(config)
     authenticator = Authenticator(SqliteKeyStore(database))
     check_openness(config.server.host, authenticator.needs_keys, _say)
