@@ -119,6 +119,10 @@ class RunningColumns:
         if len(self._num_owned) > 1:
             self._rank_anew()
 
+    def num_owned(self, owner: str) -> int:
+        """Rows with a sequence of this owner."""
+        return self._num_owned[owner]
+
     def unrank(self, row: int) -> None:
         """The sequence of a row leaves it."""
         owner = self.owners[row]

@@ -118,7 +118,7 @@ class Engine:
         self.transfers = PrefixTransfers(self._table, limits)
         self.hand_offs = HandOffs(self._table, self.transfers.next_id)
         self.features = FeatureShelf()
-        self._waiting = WaitingQueue[Sequence]()
+        self._waiting = WaitingQueue[Sequence](self._table.num_owned)
         self._forks = ForkGroups()
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()

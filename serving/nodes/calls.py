@@ -100,7 +100,8 @@ class Calls:
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
         self._attempts: dict[str, Call] = {}
-        self._waiting = WaitingQueue[Call]()
+        self._num_begun = Counter[str]()
+        self._waiting = WaitingQueue[Call](self._num_begun.__getitem__)
         self._num_added = 0
 
     def __len__(self) -> int:
@@ -158,6 +159,7 @@ class Calls:
         """An attempt begins: the request leaves the line."""
         self._waiting.remove(call)
         self._attempts[call.attempt_id] = call
+        self._num_begun[call.request.cache_owner] += 1
 
     def count_start(self, call: Call) -> None:
         """An attempt has found room: those in line that are less urgent were outranked once."""
@@ -165,7 +167,11 @@ class Calls:
 
     def end_attempt(self, call: Call) -> None:
         """The current attempt, if there is one, is over."""
-        self._attempts.pop(call.attempt_id, None)
+        if self._attempts.pop(call.attempt_id, None) is not None:
+            owner = call.request.cache_owner
+            self._num_begun[owner] -= 1
+            if not self._num_begun[owner]:
+                del self._num_begun[owner]
 
     def requeue(self, call: Call, now_ns: int) -> None:
         """The next attempt goes before all others of its priority, having waited longest."""

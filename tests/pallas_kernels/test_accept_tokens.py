@@ -349,6 +349,8 @@ def test_wrong_shapes_are_refused(name: str, shape: tuple[int, ...], expected: s
         "seed": (2, 2),
         "position": (2,),
     }
-    arrays = {key: jnp.zeros(shape if key == name else s) for key, s in shapes.items()}
+    arrays: dict[str, Any] = {
+        key: jnp.zeros(shape if key == name else s) for key, s in shapes.items()
+    }
     with pytest.raises(ValueError, match=f"{name} is .*expected {expected}"):
         ops.accept_tokens(**arrays)

@@ -45,7 +45,7 @@ def make_table(lengths: list[int], num_blocks: int = 257, num_slots: int = 17) -
 
 
 def make_queue(*sequences: Sequence) -> WaitingQueue[Sequence]:
-    queue = WaitingQueue[Sequence]()
+    queue = WaitingQueue[Sequence](lambda _: 0)
     for sequence in sequences:
         queue.add(sequence)
     return queue

@@ -3,21 +3,25 @@
 Method: small queues by hand; a stream of urgent arrivals against a few that are not.
 """
 
+from collections import Counter
+
 from serving.core.request import PRIORITY_MAX, Request, SamplingParams
 from serving.core.sequence import Sequence, lowest_rank
 from serving.core.waiting_queue import OUTRANKED_MAX, WaitingQueue
 from tests.serving.core.test_prefill_scheduler import make_sequence
 
 
-def waiting(sequence_id: int, priority: int = 0, num_preemptions: int = 0) -> Sequence:
+def waiting(
+    sequence_id: int, priority: int = 0, num_preemptions: int = 0, owner: str = ""
+) -> Sequence:
     sequence = make_sequence(sequence_id, 4)
-    sequence.request = Request("r", (1,), SamplingParams(), priority=priority)
+    sequence.request = Request("r", (1,), SamplingParams(), priority=priority, cache_owner=owner)
     sequence.num_preemptions = num_preemptions
     return sequence
 
 
 def queue_of(*sequences: Sequence) -> WaitingQueue[Sequence]:
-    queue = WaitingQueue[Sequence]()
+    queue = WaitingQueue[Sequence](lambda _: 0)
     for sequence in sequences:
         queue.add(sequence)
     return queue
@@ -82,3 +86,39 @@ def test_ranks_order_all_sequences() -> None:
     last = waiting(2**47 - 1, PRIORITY_MAX).rank
     assert ranks[0] >= 0 and last < 2**63
     assert lowest_rank(0) <= waiting(2).rank < lowest_rank(1) <= waiting(0, 1).rank
+
+
+def test_owners_take_turns_however_urgent_one_calls_its_own() -> None:
+    num_running: Counter[str] = Counter()
+    queue = WaitingQueue[Sequence](num_running.__getitem__)
+    for sequence_id in range(7):
+        queue.add(waiting(sequence_id, -PRIORITY_MAX, owner="a"))
+    for sequence in (waiting(7, 5, owner="b"), waiting(8, owner="b"), waiting(9, owner="c")):
+        queue.add(sequence)
+    # Within a line by priority, between lines by who came first.
+    assert ids(queue) == [0, 8, 9, 1, 7, 2, 3, 4, 5, 6]
+    # Whoever runs fewer comes first.
+    num_running.update({"a": 2, "c": 1})
+    assert ids(queue) == [8, 7, 9, 0, 1, 2, 3, 4, 5, 6]
+    del num_running["a"]
+    assert ids(queue) == [0, 8, 1, 7, 9, 2, 3, 4, 5, 6]
+
+
+def test_without_anything_running_the_oldest_goes_first() -> None:
+    num_running: Counter[str] = Counter()
+    queue = WaitingQueue[Sequence](num_running.__getitem__)
+    for sequence_id in range(4):
+        queue.add(waiting(sequence_id, owner="ab"[sequence_id > 1]))
+    order: list[int] = []
+    while len(queue):
+        started = next(iter(queue))
+        queue.remove(started)
+        order.append(started.sequence_id)
+    assert order == [0, 1, 2, 3]
+
+
+def test_urgent_starts_of_others_outrank_nobody() -> None:
+    queue = queue_of(waiting(0, 3, owner="b"), waiting(1, 3, owner="a"))
+    for sequence_id in range(2, OUTRANKED_MAX + 2):
+        queue.count_starts([waiting(sequence_id, owner="a")])
+    assert [sequence.is_promoted for sequence in queue] == [False, True]

@@ -4,6 +4,8 @@ and are served after a bounded number of more urgent ones.
 Method: the simulated device, small pools, and a stream of urgent requests that never ends.
 """
 
+import dataclasses
+
 import pytest
 
 from serving.core.request import PRIORITY_MAX, Request, RequestError, SamplingParams
@@ -28,6 +30,22 @@ def test_waiting_requests_start_by_priority(in_flight_max: int) -> None:
     checked.drain()
     order = [f"request-{number}" for number in (2, 4, 0, 3, 1)]
     assert list(checked.reasons) == order
+
+
+@pytest.mark.parametrize("priority", [0, -PRIORITY_MAX])
+def test_a_tenant_with_many_requests_keeps_no_other_waiting_for_all_of_them(priority: int) -> None:
+    checked = CheckedEngine(make_limits(num_slots=3, in_flight_max=2), BUCKETS)
+    for salt in range(8):
+        # Rows become free one at a time.
+        sampling = dataclasses.replace(SHORT, max_tokens=4 + salt % 2 * 2)
+        checked.admit(prompt_of(4, salt), sampling, priority=priority, owner="many")
+    for _ in range(2):
+        checked.step()
+    few = [checked.admit(prompt_of(4, 8 + salt), SHORT, owner="few") for salt in range(2)]
+    checked.drain()
+    order = list(checked.reasons)
+    # Two run already; then each tenant has one of the two rows.
+    assert order.index(few[0]) <= 2 and order.index(few[1]) <= 4
 
 
 @pytest.mark.parametrize("in_flight_max", [1, 2])
