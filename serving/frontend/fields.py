@@ -225,15 +225,40 @@ def priority(body: _Body) -> int:
     return value
 
 
+NO_THINKING = {"type": "disabled"}
+"""What leaves out thinking, as the value of `thinking`."""
+
+
 def check_tool_choice(body: _Body) -> None:
     """Raises ApiError 400 for a call that is demanded of tools that are not there."""
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none") and not body.get("tools"):
+    if demands_call(body) and not body.get("tools"):
         raise bad_request(
-            f"tool_choice is {_shown(choice)} without tools; expected tools, or auto or none",
+            f"tool_choice is {_shown(body['tool_choice'])} without tools; expected tools, or auto "
+            "or none",
             "tool_choice",
         )
+
+
+def demands_call(body: _Body) -> bool:
+    """Whether the answer must call a tool, in the words of any dialect."""
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    return kind not in (None, "auto", "none")
+
+
+def without_thinking(body: _Body, named: str, value: Mapping[str, str]) -> dict[str, Any]:
+    """What to change so that a demanded call is made at once; nothing if none is demanded.
+
+    The model makes demanded calls only when it does not think. Thinking is the default, so that a
+    client which says nothing about it would never have one; who asks for both is refused.
+
+    Args:
+        named: the field that rules thinking in this dialect, and `value` what leaves it out.
+    """
+    config = body.get("output_config")
+    efforts = body.get("reasoning_effort"), isinstance(config, dict) and config.get("effort")
+    is_asked_for = body.get(named) is not None or any(efforts)
+    return {} if is_asked_for or not demands_call(body) else {named: value}
 
 
 def wants_one_call(body: _Body) -> bool:

@@ -89,7 +89,9 @@ def _prompt(
 ) -> tuple[recipe.ConversationRequest, EncodedPrompt]:
     fields.refuse_unsupported(body, fields.MESSAGES_NEUTRAL)
     with _renamed_errors(body):
-        converted = convert(recipe.MessagesRequest(_with_named_tool(body) or raw), model)
+        changes = _with_named_tool(body)
+        changes |= fields.without_thinking(body, "thinking", fields.NO_THINKING)
+        converted = convert(recipe.MessagesRequest({**body, **changes} if changes else raw), model)
         fields.check_tool_choice(body)
         return converted, encode(converted, model, "messages")
 
@@ -105,8 +107,8 @@ def _renamed_errors(body: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def _with_named_tool(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The body with its only tool named, where any tool has to be called; None for no change.
+def _with_named_tool(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What to change so that the only tool is named, where any tool has to be called.
 
     deepseek-recipe takes `any` for `auto`, and only a named tool is enforced.
 
@@ -115,14 +117,14 @@ def _with_named_tool(body: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     choice, tools = body.get("tool_choice"), body.get("tools")
     if not isinstance(choice, dict) or choice.get("type") != "any" or not isinstance(tools, list):
-        return None
+        return {}
     if len(tools) != 1 or not isinstance(tools[0], dict):
         raise bad_request(
             f"tool_choice is any of {len(tools)} tools, which cannot be enforced; expected auto, "
             "or one tool by its name",
             "tool_choice",
         )
-    return {**body, "tool_choice": choice | {"type": "tool", "name": tools[0].get("name")}}
+    return {"tool_choice": choice | {"type": "tool", "name": tools[0].get("name")}}
 
 
 def _constraint(

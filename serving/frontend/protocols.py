@@ -340,7 +340,7 @@ def _with_known_names(body: dict[str, Any]) -> dict[str, Any]:
 
     It knows `max_completion_tokens` under its older name, and single samples only.
     """
-    changes = with_known_roles(body)
+    changes = with_known_roles(body) | fields.without_thinking(body, "thinking", fields.NO_THINKING)
     if body.get("max_completion_tokens") is not None:
         if body.get("max_tokens") not in (None, body["max_completion_tokens"]):
             raise bad_request(

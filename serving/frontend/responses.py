@@ -48,7 +48,8 @@ class ResponsesCall(ConversationCall):
         call_id = make_call_id("resp")
         try:
             with recipe_errors(body, RESPONSES_FIELDS):
-                request = recipe.ResponsesRequest(raw)
+                changes = fields.without_thinking(body, "reasoning", {"effort": "none"})
+                request = recipe.ResponsesRequest(body | changes if changes else raw)
                 echo = request.echo()
                 spaces = request.namespace_tool_map(conversion_options(model))
                 converted = convert(request, model)

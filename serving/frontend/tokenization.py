@@ -29,6 +29,7 @@ def tokenize(raw: bytes, model: ServedModel) -> dict[str, Any]:
         with recipe_errors(body):
             check_image_parts(body)
             changes = with_known_roles(body)
+            changes |= fields.without_thinking(body, "thinking", fields.NO_THINKING)
             request = recipe.ChatCompletionRequest(body | changes if changes else raw)
             converted = convert(request, model)
             ids = encode(converted, model, "messages").token_ids

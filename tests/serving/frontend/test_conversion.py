@@ -122,3 +122,31 @@ def test_of_two_forms_none_is_passed_over(dialect: type[ChatCall]) -> None:
     for one in forms[:-3]:
         choice = {"type": "none"} if dialect is MessagesCall else "none"
         assert make(one, forms[-3], {"tool_choice": choice}).requests[0].constraint is not None
+
+
+@pytest.mark.parametrize("dialect", [ChatCall, MessagesCall, ResponsesCall])
+def test_a_demanded_call_is_made_without_thinking(dialect: Any) -> None:
+    model, _ = model_with_tools()
+    demand: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}]} | MESSAGES
+    demand |= {"tool_choice": "required"}
+    asking: dict[str, Any] = {"reasoning_effort": "high"}
+    if dialect is MessagesCall:
+        tools = [{"name": "f", "input_schema": FUNCTION["parameters"]}]
+        demand |= {"tools": tools, "tool_choice": {"type": "any"}}
+        asking = {"output_config": {"effort": "high"}}
+    if dialect is ResponsesCall:
+        demand = {"input": "x", "tools": [{"type": "function"} | FUNCTION]}
+        demand |= {"tool_choice": "required"}
+        asking = {"reasoning": {"effort": "high"}}
+
+    def make(body: dict[str, Any]) -> Any:
+        return dialect(json.dumps({"model": "tiny"} | body).encode(), model, SystemClock())
+
+    (request,) = make(demand).requests
+    assert request.constraint is not None and not request.constraint.after_thinking
+    # Who asks for both has neither; who demands nothing thinks as before.
+    with pytest.raises(ApiError, match="Thinking mode does not support this tool_choice"):
+        make(demand | asking)
+    free = {"type": "auto"} if dialect is MessagesCall else "auto"
+    (request,) = make(demand | {"tool_choice": free}).requests
+    assert request.constraint is None or request.constraint.after_thinking
