@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,12 @@ def fit(samples: Samples, out: Path, source: str) -> dict[str, Any]:
     prefill, decode = fit_prefill_cost(prefill_samples), fit_decode_cost(decode_samples)
     write_cost_file(out, prefill, decode, source)
     prefill_off = [
-        (prefill.base_ms + prefill.token_ms * s.num_tokens + prefill.pair_ms * s.num_pairs)
-        / s.time_ms
-        - 1
-        for s in prefill_samples
+        prefill.total_ms(s.num_tokens, s.num_pairs) / s.time_ms - 1 for s in prefill_samples
     ]
     decode_off = [decode.step_ms(s.num_rows, s.num_context) / s.time_ms - 1 for s in decode_samples]
     return {
-        "prefill": {"base_ms": prefill.base_ms, "token_ms": prefill.token_ms}
-        | {"pair_ms": prefill.pair_ms, **_off(prefill_off)},
-        "decode": {"base_ms": decode.base_ms, "row_ms": decode.row_ms}
-        | {"context_ms": decode.context_ms, **_off(decode_off)},
+        "prefill": asdict(prefill) | _off(prefill_off),
+        "decode": asdict(decode) | _off(decode_off),
     }
 
 

@@ -70,6 +70,10 @@ class PrefillCost:
         """
         return self.token_ms * num_tokens + self.pair_ms * num_pairs(num_tokens, num_before)
 
+    def total_ms(self, num_tokens: float, num_pairs: float) -> float:
+        """The time of a step with so many tokens and pairs in all its chunks."""
+        return self.base_ms + self.token_ms * num_tokens + self.pair_ms * num_pairs
+
     def step_ms(self, chunks: Sequence[tuple[float, float]]) -> float:
         """The time of a step with chunks of (tokens, tokens before them)."""
         return self.base_ms + sum(self.chunk_ms(*chunk) for chunk in chunks)

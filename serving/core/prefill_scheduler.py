@@ -222,7 +222,7 @@ class _ChunkBatch:
         if self._budget is None or bucket.num_tokens <= self._num_granted:
             return num_tokens
         cost = self._budget.cost
-        spent_ms = cost.base_ms + cost.token_ms * bucket.num_tokens + cost.pair_ms * self._num_pairs
+        spent_ms = cost.total_ms(bucket.num_tokens, self._num_pairs)
         rest_ms = self._budget.time_ms - spent_ms
         return cost.num_tokens_within(rest_ms, start, num_tokens, is_padding=True)
 

@@ -7,6 +7,7 @@ exists; when it ends, whatever the end, the record is completed and what was res
 import asyncio
 import contextlib
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from serving.clock import NS_PER_S, Clock, s_of_ns
@@ -57,11 +58,8 @@ class Accounting:
         Raises:
             ApiError: 429.
         """
-        try:
+        with self.counted_refusals(principal.tenant):
             self.quotas.check(principal.tenant)
-        except ApiError:
-            self.metrics.tenant(principal.tenant).num_refused += 1
-            raise
 
     def open(
         self, call: Call, principal: Principal, route: str, span: CallSpan | None = None
@@ -75,10 +73,16 @@ class Accounting:
         requests = [_within(request, limit, principal) for request in call.requests]
         if span is not None:
             requests = [replace(request, traceparent=span.traceparent) for request in requests]
-        try:
+        with self.counted_refusals(principal.tenant):
             return Account(self, call, requests, principal.tenant, route, span)
+
+    @contextlib.contextmanager
+    def counted_refusals(self, tenant: str) -> Iterator[None]:
+        """Counts an `ApiError` of the block as a call of the tenant that was refused."""
+        try:
+            yield
         except ApiError:
-            self.metrics.tenant(principal.tenant).num_refused += 1
+            self.metrics.tenant(tenant).num_refused += 1
             raise
 
 
@@ -136,12 +140,12 @@ class Account:
         start_ns = self._accounting.clock.now_ns()
         priority = self.requests[0].priority
         queue = self._accounting.queue
-        try:
-            self._place = await queue.enter(self.tenant, len(self.requests), cost, priority)
-        except ApiError as error:
-            self._accounting.metrics.tenant(self.tenant).num_refused += 1
-            error.headers += self.headers()
-            raise
+        with self._accounting.counted_refusals(self.tenant):
+            try:
+                self._place = await queue.enter(self.tenant, len(self.requests), cost, priority)
+            except ApiError as error:
+                error.headers += self.headers()
+                raise
         self._entered_ns = self._accounting.clock.now_ns()
         self._accounting.metrics.queue_s.observe(s_of_ns(self._entered_ns - start_ns))
 

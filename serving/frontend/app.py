@@ -288,12 +288,9 @@ def _traced(handler: Handler, tracer: Tracer, clock: Clock) -> Handler:
         span = request.state.span = tracer.begin(request.url.path, caller, clock.now_ns())
         try:
             return await handler(request)
-        except ApiError as error:
-            span.end(clock.now_ns(), {}, error, error.status)
-            raise
-        except Exception:
-            error = internal_error()
-            span.end(clock.now_ns(), {}, error, error.status)
+        except Exception as error:
+            shown = error if isinstance(error, ApiError) else internal_error()
+            span.end(clock.now_ns(), {}, shown, shown.status)
             raise
 
     return handle

@@ -65,11 +65,16 @@ def convert(request: RecipeRequest, model: ServedModel) -> recipe.ConversationRe
     return request.convert(conversion_options(model))
 
 
-def with_known_roles(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a chat body to change so that deepseek-recipe knows the roles in it.
+def chat_changes(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a chat body to change so that deepseek-recipe makes the prompt that is meant.
 
-    Newer clients call the system's role `developer`.
+    Newer clients call the system's role `developer`, which it does not know; for thinking see
+    `fields.without_thinking`.
     """
+    return _known_roles(body) | fields.without_thinking(body, "thinking", fields.NO_THINKING)
+
+
+def _known_roles(body: Mapping[str, Any]) -> dict[str, Any]:
     messages = body.get("messages")
     found = messages if isinstance(messages, list) else []
     roles = [message.get("role") if isinstance(message, dict) else None for message in found]

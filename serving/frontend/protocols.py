@@ -25,12 +25,12 @@ from serving.frontend.answer_tokens import AnswerTokens, chunks_of
 from serving.frontend.conversion import (
     SentSchemas,
     ServedModel,
+    chat_changes,
     constraint_of,
     convert,
     encode,
     starts_thinking,
     tokens_left,
-    with_known_roles,
 )
 from serving.frontend.errors import ApiError, bad_request, decode_body, recipe_errors
 from serving.frontend.gateway import Update
@@ -340,7 +340,7 @@ def _with_known_names(body: dict[str, Any]) -> dict[str, Any]:
 
     It knows `max_completion_tokens` under its older name, and single samples only.
     """
-    changes = with_known_roles(body) | fields.without_thinking(body, "thinking", fields.NO_THINKING)
+    changes = chat_changes(body)
     if body.get("max_completion_tokens") is not None:
         if body.get("max_tokens") not in (None, body["max_completion_tokens"]):
             raise bad_request(

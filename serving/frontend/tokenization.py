@@ -6,7 +6,7 @@ import deepseek_recipe as recipe
 
 from serving.frontend import fields
 from serving.frontend.completions import check_model
-from serving.frontend.conversion import ServedModel, check_room, convert, encode, with_known_roles
+from serving.frontend.conversion import ServedModel, chat_changes, check_room, convert, encode
 from serving.frontend.errors import bad_request, decode_body, recipe_errors
 from serving.frontend.images import check_image_parts
 
@@ -28,8 +28,7 @@ def tokenize(raw: bytes, model: ServedModel) -> dict[str, Any]:
     if prompt is None:
         with recipe_errors(body):
             check_image_parts(body)
-            changes = with_known_roles(body)
-            changes |= fields.without_thinking(body, "thinking", fields.NO_THINKING)
+            changes = chat_changes(body)
             request = recipe.ChatCompletionRequest(body | changes if changes else raw)
             converted = convert(request, model)
             ids = encode(converted, model, "messages").token_ids
