@@ -261,15 +261,15 @@ class SegmentTier(IndexedTier):
         for segment in touched:
             self._index.remove(segment)
         # Others' payloads are written before they are removed, if there is room for both.
-        doomed = self._index.take_removed()
+        doomed, unwritten = self._index.take_removed(), list[Buffer]()
         try:
             self.write(survivors)
         except StoreError as error:
             _log.warning("written when there is room: %s", error)
-            is_gone = all([self._remove_quietly(segment) for segment in doomed])
-            self.write(survivors)
-        else:
-            is_gone = all([self._remove_quietly(segment) for segment in doomed])
+            unwritten = survivors
+        is_gone = all([self._remove_quietly(segment) for segment in doomed])
+        if unwritten:
+            self.write(unwritten)
         if marker is not None and is_gone and self._remove_quietly(marker):
             del self._purges[marker]
         return len(names)
